@@ -1,0 +1,103 @@
+"""One error tree. Status (HTTP) and exit code (CLI) are class attributes; the web and the CLI read them.
+
+Every message names the field, flag or file at fault and the remedy. Expected outcomes (a miss, a refused park, a
+damaged segment) are values, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class StrataError(Exception):
+    """Root of every error Strata raises on purpose."""
+
+    status = 500
+    exit_code = 1
+    code = "internal_error"  # machine-readable, sent to HTTP clients
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(StrataError):
+    """A flag, environment variable or config key is unknown, out of range or contradicts another."""
+
+    exit_code = 2
+    code = "config_error"
+
+
+class ModelError(StrataError):
+    """The model file is missing, damaged or cannot be loaded."""
+
+    status = 503
+    code = "model_error"
+
+
+class BadRequest(StrataError):
+    """The client's request is malformed; `field` names the culprit."""
+
+    status = 400
+    code = "invalid_request_error"
+
+
+class ContextOverflow(BadRequest):
+    """The prompt does not fit the slot's context; the message carries both numbers."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(StrataError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotFound(StrataError):
+    """No such route or model."""
+
+    status = 404
+    code = "not_found"
+
+
+class EngineGone(StrataError):
+    """The engine process died or is restarting; the request can be sent again."""
+
+    status = 503
+    code = "engine_restarting"
+
+
+class EngineRefused(StrataError):
+    """The engine could not do what was asked of a sequence (decode failed, state refused)."""
+
+    status = 500
+    code = "engine_error"
+
+
+class RunError(EngineRefused):
+    """A running request ended with an engine error; the slot still holds `held` positions."""
+
+    def __init__(self, message: str, *, held: int) -> None:
+        super().__init__(message)
+        self.held = held
+
+
+class Busy(StrataError):
+    """Too many requests wait already."""
+
+    status = 429
+    code = "busy"
+
+
+class LevelError(StrataError):
+    """A level's directory cannot be used: not writable, a file, a symlink, locked by another process."""
+
+    code = "level_error"
+
+
+class DamagedFile(StrataError):
+    """A stored file failed validation; raised inside store/, turned into an outcome at its door."""
+
+    code = "damaged_file"

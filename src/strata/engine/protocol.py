@@ -6,7 +6,7 @@ A frame is a little-endian u32 length and that many bytes of msgpack (one of the
 Token lists travel as bytes: int32, little endian (`pack_tokens`, `unpack_tokens`).
 
 A block in the arena is `[head room][payload][padding]`: the payload starts at `span.offset + EngineInfo.head_room`,
-which is a multiple of PAGE, and is what goes to disk. The engine writes and rebuilds the blob's own head in the head room.
+which is a multiple of PAGE, and is what goes to disk. The engine writes and rebuilds the blob's head in the head room.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Every message: the tag is the class name."""
 
 
-# ------------------------------------------------------------------------------------------------ values inside messages
+# ----------------------------------------------------------------------------------------------- values inside messages
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,10 +103,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     write_tokens: int
 
 
-# --------------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
-class Load(_Message):
+class Load(_Message, frozen=True):
     """First command: load the model. Events: Loading*, then Ready or LoadFailed."""
 
     settings: EngineSettings
@@ -114,7 +114,7 @@ class Load(_Message):
     remembered_flash_attention: bool | None = None
 
 
-class AttachChunk(_Message):
+class AttachChunk(_Message, frozen=True):
     """A new arena chunk. Linux: its descriptor was sent just before over the descriptor socket; elsewhere: `name`."""
 
     chunk: int
@@ -122,7 +122,7 @@ class AttachChunk(_Message):
     name: str | None = None
 
 
-class Prepare(_Message):
+class Prepare(_Message, frozen=True):
     """Render and tokenise a prompt on the text thread. Event: Prepared or JobFailed.
 
     Exactly one of `messages_json` (a JSON list of {"role","content",...}; content a string) and `text` is given.
@@ -133,14 +133,14 @@ class Prepare(_Message):
     text: str | None = None
 
 
-class Detokenize(_Message):
+class Detokenize(_Message, frozen=True):
     """Text of tokens, special tokens included. Event: Detokenized."""
 
     job: int
     tokens: bytes
 
 
-class Run(_Message):
+class Run(_Message, frozen=True):
     """Read `tokens[keep:]` into `slot`, then generate. Events: Progress*, Delta*, then Finished or RunFailed.
 
     The slot must hold exactly positions [0, keep) (the engine trims a longer one; fewer is RunFailed "state").
@@ -158,13 +158,13 @@ class Run(_Message):
     ignore_eos: bool = False
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """End a running request at the next step; it finishes with reason "cancelled". Unknown ids are ignored."""
 
     request: int
 
 
-class Fork(_Message):
+class Fork(_Message, frozen=True):
     """Make `target` hold positions [0, n) of `source` (metadata only). `target` loses what it held. Event: Done."""
 
     job: int
@@ -173,7 +173,7 @@ class Fork(_Message):
     n: int
 
 
-class Trim(_Message):
+class Trim(_Message, frozen=True):
     """Keep only positions [0, n) of a slot; n = 0 clears it. Event: Done (ok=False when memory cannot be cut there)."""
 
     job: int
@@ -181,7 +181,7 @@ class Trim(_Message):
     n: int
 
 
-class Capture(_Message):
+class Capture(_Message, frozen=True):
     """Copy the canonical state of positions [start, end) into one span per stage. Event: Done.
 
     end - start <= EngineInfo.block_tokens. span.length >= head_room + pad_to_page(stage.payload_bytes(end - start)).
@@ -194,10 +194,10 @@ class Capture(_Message):
     spans: tuple[Span, ...]
 
 
-class Apply(_Message):
+class Apply(_Message, frozen=True):
     """Put a captured block (positions [start, end), one span per stage) into a slot. Event: Done.
 
-    Only positions [from_, upto) of it are used. The slot must hold exactly [0, from_) before, and holds [0, upto) after,
+    Only positions [from_, upto) of it are used. The slot must hold exactly [0, from_) before and holds [0, upto) after,
     or Done.ok is False and the slot is unchanged. The head room of the spans is overwritten.
     `tokens` are the ids of [start, end): models with per-cell token ids need them to rebuild the head.
     """
@@ -212,48 +212,48 @@ class Apply(_Message):
     tokens: bytes
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True):
     """End the process after the current step."""
 
 
 Command = Load | AttachChunk | Prepare | Detokenize | Run | Cancel | Fork | Trim | Capture | Apply | Shutdown
 
 
-# ----------------------------------------------------------------------------------------------------------------- events
+# --------------------------------------------------------------------------------------------------------------- events
 
 
-class Loading(_Message):
+class Loading(_Message, frozen=True):
     """Progress of loading: `stage` is one of "model", "context", "measuring", "self-test"; fraction in [0, 1]."""
 
     stage: str
     fraction: float
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     info: EngineInfo
 
 
-class LoadFailed(_Message):
+class LoadFailed(_Message, frozen=True):
     """The model cannot be served; the engine process ends. `field` is the flag at fault, if one is."""
 
     message: str
     field: str | None = None
 
 
-class Prepared(_Message):
+class Prepared(_Message, frozen=True):
     job: int
     tokens: bytes
     render_s: float
     tokenize_s: float
 
 
-class Detokenized(_Message):
+class Detokenized(_Message, frozen=True):
     job: int
     text: str
 
 
-class JobFailed(_Message):
-    """A Prepare, Detokenize, Fork, Trim, Capture or Apply that could not be carried out at all (bad template, bad range).
+class JobFailed(_Message, frozen=True):
+    """A Prepare, Detokenize, Fork, Trim, Capture or Apply that makes no sense as it is (bad template, bad range).
 
     `client_fault` tells a request error (a template that rejects the messages: 400) from ours.
     """
@@ -263,7 +263,7 @@ class JobFailed(_Message):
     client_fault: bool = False
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """Outcome of Fork, Trim, Capture, Apply. `held` = tokens the slot holds now. `seconds` = time inside llama.cpp."""
 
     job: int
@@ -273,7 +273,7 @@ class Done(_Message):
     reason: str = ""
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True):
     """Prompt reading: `held` of `total` tokens are in the slot."""
 
     request: int
@@ -281,7 +281,7 @@ class Progress(_Message):
     total: int
 
 
-class Delta(_Message):
+class Delta(_Message, frozen=True):
     """Newly generated tokens (ids) and the text that became certain with them (may be empty)."""
 
     request: int
@@ -289,7 +289,7 @@ class Delta(_Message):
     text: str
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True):
     """The last event of a request. `reason`: "stop" | "length" | "cancelled".
 
     `held`: positions the slot holds: always a prefix of prompt + generated tokens (the last sampled token is not held).
@@ -304,8 +304,11 @@ class Finished(_Message):
     stop_string: str | None = None
 
 
-class RunFailed(_Message):
-    """The request ended with an engine error. `held` = positions the slot still holds; `kind`: "state" | "decode" | "internal"."""
+class RunFailed(_Message, frozen=True):
+    """The request ended with an engine error. `held` = positions the slot still holds.
+
+    `kind`: "state" | "decode" | "internal".
+    """
 
     request: int
     kind: str
@@ -314,17 +317,7 @@ class RunFailed(_Message):
 
 
 Event = (
-    Loading
-    | Ready
-    | LoadFailed
-    | Prepared
-    | Detokenized
-    | JobFailed
-    | Done
-    | Progress
-    | Delta
-    | Finished
-    | RunFailed
+    Loading | Ready | LoadFailed | Prepared | Detokenized | JobFailed | Done | Progress | Delta | Finished | RunFailed
 )
 
 
@@ -345,7 +338,7 @@ class Generation(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """The engine as the layers above use it; `engine.client.EngineClient` is the real one, `engine.fake.FakeEngine` the other.
+    """The engine as the layers above use it: `engine.client.EngineClient`, or `engine.fake.FakeEngine` in tests.
 
     Every method raises EngineGone when the process is not there (or dies while the call waits), EngineRefused when
     the engine answers JobFailed, BadRequest when JobFailed.client_fault.

@@ -91,7 +91,11 @@ def shared_prefix(a: Tokens, b: Tokens) -> int:
 
 def conversation_key(root: Key, tokens: Tokens, openers: Collection[int]) -> bytes:
     """Hash of everything before the third turn opener; without three openers, of the first 4096 tokens (SPEC §6)."""
-    at = [0, *opener_positions(tokens, openers)] if len(tokens) and int(tokens[0]) in openers else opener_positions(tokens, openers)
+    at = (
+        [0, *opener_positions(tokens, openers)]
+        if len(tokens) and int(tokens[0]) in openers
+        else opener_positions(tokens, openers)
+    )
     end = int(at[2]) if len(at) > 2 else CONVERSATION_FALLBACK_TOKENS
     head = np.ascontiguousarray(tokens[:end], dtype="<i4").tobytes()
     return blake3(root + head, derive_key_context=_CONVERSATION_CONTEXT).digest()

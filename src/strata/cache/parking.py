@@ -1,0 +1,147 @@
+"""The capturing half of a park: take what the level lacks out of a slot, block by block, and hand it to the writer.
+
+A park runs beside the next requests. It never makes one wait for the disk: when its slot is wanted it goes on only as
+long as the arena has blocks free, and what it has captured by then is what the cache commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from strata.cache.blocks import BlockPool
+from strata.cache.counters import CacheCounters
+from strata.engine.protocol import Engine
+from strata.errors import EngineGone, EngineRefused
+from strata.rules import prefix
+from strata.store.format import plan_segment, segment_file_bytes
+from strata.store.writer import Writer
+from strata.types import Key, Segment, Span, Tokens, pad_to_page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkJob:
+    """The state to keep: `slot` holds exactly `tokens`. `frontier`: the last turn opener of the prompt, or None."""
+
+    slot: int
+    root: Key
+    tokens: Tokens
+    frontier: int | None
+    conversation: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkPlan:
+    """A park that has begun: all segments of the job, and the keys of those to capture. `ticket`: its writes."""
+
+    job: ParkJob
+    ticket: int
+    segments: tuple[Segment, ...]
+    missing: frozenset[Key]
+
+
+class Parking:
+    """A park on its way."""
+
+    def __init__(
+        self, plan: ParkPlan, *, engine: Engine, blocks: BlockPool, writer: Writer, counters: CacheCounters
+    ) -> None:
+        self.plan = plan
+        self._engine = engine
+        self._blocks = blocks
+        self._writer = writer
+        self._counters = counters
+        self._captured = asyncio.Event()
+        self._wanted = False
+        self._unwritten = {s.key: self._file_bytes(s) for s in plan.segments if s.key in plan.missing}
+        self.stop_reason = ""
+        """Why fewer segments than planned were captured; empty when all were."""
+
+    def __repr__(self) -> str:
+        return f"Parking(slot {self.plan.job.slot}, {len(self.plan.segments)} segments, {self.stop_reason or 'going'})"
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes of this park that are not on disk yet."""
+        return sum(self._unwritten.values())
+
+    def _file_bytes(self, segment: Segment) -> int:
+        info = self._engine.info
+        return sum(segment_file_bytes(shape, segment.start, segment.end, info.block_tokens) for shape in info.stages)
+
+    async def give_way(self) -> None:
+        """Return once the slot may change: when all is captured, or the arena has no block free."""
+        self._wanted = True
+        self._blocks.wake()
+        await self._captured.wait()
+
+    async def capture(self) -> int:
+        """Capture the missing segments in order; how many of all are now held, coming or handed to the writer."""
+        try:
+            for i, segment in enumerate(self.plan.segments):
+                if segment.key in self.plan.missing and not await self._capture_segment(segment):
+                    return i
+            return len(self.plan.segments)
+        finally:
+            self._captured.set()
+
+    async def _capture_segment(self, segment: Segment) -> bool:
+        blocks: list[tuple[Span, ...]] = []
+        for start, end in prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens):
+            spans = await self._take_spans(end - start)
+            if spans is not None:
+                blocks.append(spans)
+                self.stop_reason = await self._capture_block(start, end, spans)
+            if self.stop_reason:
+                for taken in blocks:
+                    self._blocks.give_back(taken)
+                return False
+        self._write(segment, blocks)
+        return True
+
+    async def _take_spans(self, n_tokens: int) -> tuple[Span, ...] | None:
+        lengths = block_lengths(self._engine, n_tokens)
+        while (spans := self._blocks.try_take(lengths, restoring=False)) is None:
+            if self._wanted:
+                self.stop_reason = "its slot was wanted while the writer was behind"
+                return None
+            await self._blocks.returned()
+        return spans
+
+    async def _capture_block(self, start: int, end: int, spans: tuple[Span, ...]) -> str:
+        """Empty when the block was captured, else why not."""
+        try:
+            outcome = await self._engine.capture(self.plan.job.slot, start, end, spans)
+        except (EngineGone, EngineRefused) as error:
+            return error.message
+        if not outcome.ok:
+            return outcome.reason or "the engine refused the capture"
+        self._counters.captured_bytes += sum(stage.payload_bytes(end - start) for stage in self._engine.info.stages)
+        self._counters.capture_s += outcome.seconds
+        return ""
+
+    def _write(self, segment: Segment, blocks: list[tuple[Span, ...]]) -> None:
+        """Hand the segment's blocks to the writer, one file per stage; each block comes back when it is written."""
+        info = self._engine.info
+        for stage, shape in enumerate(info.stages):
+            header = plan_segment(
+                segment, stage=stage, n_stages=len(info.stages), shape=shape, block_tokens=info.block_tokens
+            )
+            spans = tuple(block[stage] for block in blocks)
+            payloads = tuple(
+                self._blocks.payload(span, info.head_room, entry.length)
+                for span, entry in zip(spans, header.blocks, strict=True)
+            )
+            job = self._writer.write_segment(self.plan.ticket, header, payloads)
+            asyncio.wrap_future(job).add_done_callback(partial(self._written, segment.key, spans))
+
+    def _written(self, key: Key, spans: tuple[Span, ...], _: object) -> None:
+        self._unwritten.pop(key, None)
+        self._blocks.give_back(spans)
+
+
+def block_lengths(engine: Engine, n_tokens: int) -> tuple[int, ...]:
+    """Arena bytes for a block of `n_tokens`, one per stage: head room and padded payload."""
+    info = engine.info
+    return tuple(info.head_room + pad_to_page(stage.payload_bytes(n_tokens)) for stage in info.stages)

@@ -1,0 +1,307 @@
+"""The index of one level: the only mutable truth about what it holds. No I/O, no clock, no threads.
+
+Every slow move is a pair of calls around it: the segments it relies on are leased before and released after. Reference
+counts are derived from the conversations; `check()` recounts everything.
+
+Lookup is by chained keys over the full segments (one dict access each), then by token order among the children of the
+last one: the children of a key are kept sorted by their tokens, so the longest shared prefix is a neighbour.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from strata.rules.eviction import Evictable, Eviction, plan_eviction
+from strata.rules.prefix import next_key
+from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSegment:
+    """A durable segment of the level. `sort_tokens`: its token ids, big endian, so that bytes sort like tokens."""
+
+    segment: Segment
+    sort_tokens: bytes
+
+    @property
+    def key(self) -> Key:
+        return self.segment.key
+
+    @property
+    def tokens(self) -> Tokens:
+        """The segment's own token ids, shape (n_tokens,)."""
+        return np.frombuffer(self.sort_tokens, ">u4").astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A durable manifest: the tokens of one conversation and the keys of the segments that hold their K/V.
+
+    `conversation`: its conversation key (SPEC §6). `frontier` 0 = no turn opener. A foreign one (another identity) has
+    no tokens and a root that no request of ours has.
+    """
+
+    serial: int
+    root: Key
+    conversation: bytes
+    tokens: Tokens
+    frontier: int
+    keys: tuple[Key, ...]
+    manifest_bytes: int
+    stamp_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto)."""
+
+    path: tuple[HeldSegment, ...]
+    upto: int
+
+
+NO_MATCH = Match(path=(), upto=0)
+
+
+class LevelIndex:
+    """What one level holds: conversations, segments, leases."""
+
+    def __init__(self) -> None:
+        self._segments: dict[Key, HeldSegment] = {}
+        self._bytes: dict[Key, int] = {}  # every segment on disk, usable or not
+        self._conversations: dict[int, Conversation] = {}
+        self._references: Counter[Key] = Counter()
+        self._leases: Counter[Key] = Counter()
+        self._serials_by_conversation: dict[bytes, set[int]] = {}
+        self._last_keys: Counter[Key] = Counter()
+        self._children: dict[Key, list[tuple[bytes, Key]]] = {}
+        # Pieces that end at a frontier and have a child: their lengths, counted under their parent.
+        self._pieces: dict[Key, Segment] = {}
+        self._piece_lengths: dict[Key, Counter[int]] = {}
+
+    def __repr__(self) -> str:
+        return f"LevelIndex({len(self._conversations)} conversations, {len(self._segments)} segments)"
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def lookup(self, root: Key, tokens: Tokens) -> Match:
+        """The longest stored prefix of `tokens`, never all of it. Changes nothing."""
+        tokens = tokens[: max(0, len(tokens) - 1)]
+        path: list[HeldSegment] = []
+        parent, at = root, 0
+        while at + SEGMENT_TOKENS <= len(tokens):
+            held = self._segments.get(next_key(parent, tokens[at : at + SEGMENT_TOKENS]))
+            if held is None:
+                break
+            path.append(held)
+            parent, at = held.key, held.segment.end
+        tail, upto = self._longest_tail(parent, at, tokens)
+        return Match(path=(*path, *tail), upto=upto) if path or tail else NO_MATCH
+
+    def _longest_tail(self, parent: Key, at: int, tokens: Tokens) -> tuple[list[HeldSegment], int]:
+        """Segments behind `parent` that share most tokens with `tokens[at:]`, and the position they reach."""
+        rest = tokens[at : at + SEGMENT_TOKENS]
+        nearest, shared = self._nearest_child(parent, rest)
+        best = ([nearest] if nearest is not None else [], at + shared)
+        for length in self._piece_lengths.get(parent, ()):
+            if length > len(rest):
+                continue
+            piece = self._segments.get(next_key(parent, rest[:length]))
+            if piece is None:
+                continue
+            behind, more = self._nearest_child(piece.key, rest[length:])
+            if behind is not None and at + length + more > best[1]:
+                best = ([piece, behind], at + length + more)
+        return best
+
+    def _nearest_child(self, parent: Key, rest: Tokens) -> tuple[HeldSegment | None, int]:
+        """The child of `parent` with the longest common prefix with `rest`, and that length; None when it is 0."""
+        children = self._children.get(parent)
+        if not children or not len(rest):
+            return None, 0
+        wanted = _sortable(rest)
+        at = bisect_left(children, (wanted, b""))
+        best, best_shared = None, 0
+        for tokens, key in children[max(0, at - 1) : at + 1]:
+            shared = _shared_ids(tokens, wanted)
+            if shared > best_shared:
+                best, best_shared = key, shared
+        return (self._segments[best], best_shared) if best is not None else (None, 0)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the segment is durable and can be used."""
+        return key in self._segments
+
+    def bytes_of(self, key: Key) -> int:
+        """What the segment's files take on disk; 0 for an unknown one."""
+        return self._bytes.get(key, 0)
+
+    def stores(self, keys: Sequence[Key]) -> bool:
+        """Whether one conversation ends where this chain ends, and every segment of it can be used."""
+        return self._last_keys[keys[-1]] > 0 and all(key in self._segments for key in keys)
+
+    def conversations(self) -> tuple[Conversation, ...]:
+        return tuple(self._conversations.values())
+
+    def conversation(self, serial: int) -> Conversation:
+        return self._conversations[serial]
+
+    def segment_count(self) -> int:
+        return len(self._segments)
+
+    def superseded_by(
+        self, conversation: bytes, root: Key, tokens: Tokens, *, longest: int | None = None
+    ) -> tuple[int, ...]:
+        """Serials of stored states of the same conversation whose frontier chain is a prefix of `tokens` (SPEC §6).
+
+        `longest`: spare states of more tokens than this.
+        """
+        found: list[int] = []
+        for serial in self._serials_by_conversation.get(conversation, ()):
+            old = self._conversations[serial]
+            if longest is not None and len(old.tokens) > longest:
+                continue
+            upto = old.frontier or len(old.tokens)
+            if old.root == root and upto <= len(tokens) and np.array_equal(old.tokens[:upto], tokens[:upto]):
+                found.append(serial)
+        return tuple(sorted(found))
+
+    def plan_eviction(self, *, used_bytes: int, need_bytes: int, budget_bytes: int) -> Eviction:
+        """What must go so that `need_bytes` more fit the budget (rules/eviction.py)."""
+        entries = (
+            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.keys)
+            for c in self._conversations.values()
+        )
+        return plan_eviction(
+            conversations=entries,
+            segment_bytes=self._bytes,
+            references=self._references,
+            leased={key for key, n in self._leases.items() if n},
+            used_bytes=used_bytes,
+            need_bytes=need_bytes,
+            budget_bytes=budget_bytes,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- changing
+
+    def lease(self, keys: Iterable[Key]) -> None:
+        """Keep these segments from eviction until `release`."""
+        self._leases.update(keys)
+
+    def release(self, keys: Iterable[Key]) -> None:
+        self._leases.subtract(keys)
+        self._leases += Counter()  # drops what is no longer leased
+
+    def note_bytes(self, key: Key, n_bytes: int) -> None:
+        """Record that a segment's files take `n_bytes` on disk, whether it can be used or not."""
+        self._bytes[key] = n_bytes
+
+    def add_segment(self, segment: Segment, tokens: Tokens, n_bytes: int) -> None:
+        """Record a durable segment; `tokens` are its own ids. One that is held already keeps its place."""
+        self._bytes[segment.key] = n_bytes
+        if segment.key in self._segments:
+            return
+        held = HeldSegment(segment=segment, sort_tokens=_sortable(tokens))
+        self._segments[segment.key] = held
+        insort(self._children.setdefault(segment.parent, []), (held.sort_tokens, segment.key))
+        self._track_piece(segment.parent)
+        self._track_piece(segment.key)
+
+    def add_conversation(self, conversation: Conversation) -> None:
+        """Record a durable manifest; the segments it names gain a reference."""
+        if conversation.serial in self._conversations:
+            raise ValueError(f"serial {conversation.serial} is already in the index")
+        self._conversations[conversation.serial] = conversation
+        self._references.update(conversation.keys)
+        self._serials_by_conversation.setdefault(conversation.conversation, set()).add(conversation.serial)
+        self._last_keys[conversation.keys[-1]] += 1
+
+    def remove_conversations(self, serials: Sequence[int]) -> tuple[Key, ...]:
+        """Forget manifests; returns the unleased segments on disk that nothing names any more (they stay indexed)."""
+        loose: list[Key] = []
+        for serial in serials:
+            gone = self._conversations.pop(serial)
+            same = self._serials_by_conversation[gone.conversation]
+            same.discard(serial)
+            if not same:
+                del self._serials_by_conversation[gone.conversation]
+            self._last_keys[gone.keys[-1]] -= 1
+            self._references.subtract(gone.keys)
+            loose.extend(key for key in gone.keys if key in self._bytes)
+        self._references += Counter()
+        self._last_keys += Counter()
+        return tuple(key for key in dict.fromkeys(loose) if not self._references[key] and not self._leases[key])
+
+    def remove_segments(self, keys: Iterable[Key]) -> None:
+        """Forget segments (deleted or set aside); conversations that name them are usable up to the gap."""
+        for key in keys:
+            self._bytes.pop(key, None)
+            held = self._segments.pop(key, None)
+            if held is None:
+                continue
+            siblings = self._children[held.segment.parent]
+            siblings.remove((held.sort_tokens, key))
+            if not siblings:
+                del self._children[held.segment.parent]
+            self._track_piece(held.segment.parent)
+            self._track_piece(key)
+
+    def _track_piece(self, key: Key) -> None:
+        """Bring the piece tables up to date after a change of the segment `key` or of its children."""
+        held = self._segments.get(key)
+        is_piece = held is not None and held.segment.end % SEGMENT_TOKENS != 0 and key in self._children
+        if is_piece == (key in self._pieces):
+            return
+        if held is not None and is_piece:
+            self._pieces[key] = held.segment
+            self._piece_lengths.setdefault(held.segment.parent, Counter())[held.segment.n_tokens] += 1
+            return
+        segment = self._pieces.pop(key)
+        lengths = self._piece_lengths[segment.parent]
+        lengths[segment.n_tokens] -= 1
+        if not lengths[segment.n_tokens]:
+            del lengths[segment.n_tokens]
+        if not lengths:
+            del self._piece_lengths[segment.parent]
+
+    # ------------------------------------------------------------------------------------------------------- checking
+
+    def check(self) -> list[str]:
+        """Every inconsistency found, in words; empty when all is well."""
+        wrong: list[str] = []
+        if Counter(key for c in self._conversations.values() for key in c.keys) != +self._references:
+            wrong.append("reference counts differ from a recount over the conversations")
+        if Counter(c.keys[-1] for c in self._conversations.values()) != +self._last_keys:
+            wrong.append("the table of last keys differs from the conversations")
+        if not self._segments.keys() <= self._bytes.keys():
+            wrong.append("a usable segment has no size")
+        children = Counter((h.segment.parent, h.key) for h in self._segments.values())
+        if children != Counter((parent, key) for parent, pairs in self._children.items() for _, key in pairs):
+            wrong.append("the children table differs from the segments")
+        if any(pairs != sorted(pairs) for pairs in self._children.values()):
+            wrong.append("children of a segment are out of order")
+        pieces = {
+            h.key for h in self._segments.values() if h.segment.end % SEGMENT_TOKENS != 0 and h.key in self._children
+        }
+        if pieces != self._pieces.keys():
+            wrong.append("the pieces table differs from the segments")
+        if any(n < 0 for n in self._leases.values()):
+            wrong.append("a lease count is negative")
+        if {s for serials in self._serials_by_conversation.values() for s in serials} != set(self._conversations):
+            wrong.append("the conversation table differs from the manifests")
+        return wrong
+
+
+def _sortable(tokens: Tokens) -> bytes:
+    return np.ascontiguousarray(tokens, dtype=">u4").tobytes()
+
+
+def _shared_ids(a: bytes, b: bytes) -> int:
+    """Leading token ids that two sortable lists have in common."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.frombuffer(a[:n], ">u4") != np.frombuffer(b[:n], ">u4"))
+    return int(differ[0]) if differ.size else n // 4

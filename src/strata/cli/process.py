@@ -1,0 +1,67 @@
+"""What a server process asks of the system: its port, its signals, and enough open files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from strata.errors import StrataError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StrataError that names --host or --port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise StrataError(f"--host {host}: {error.strerror}", field="--host") from None
+    listener = socket.socket(family, kind, protocol)
+    if os.name == "posix":  # elsewhere the option lets two servers share the port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StrataError(
+                f"--port {port}: another program listens on {host}:{port} already; choose another port", field="--port"
+            ) from None
+        raise StrataError(f"cannot listen on {host}:{port}: {error.strerror}", field="--host") from None
+    return listener
+
+
+@contextlib.contextmanager
+def signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first SIGINT or SIGTERM sets `stop`; the second ends the process, whatever it is doing."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        loop.call_soon_threadsafe(stop.set)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def raise_descriptor_limit() -> None:
+    """Lets the process open as many files as the system allows: segments and clients are many."""
+    if sys.platform == "win32":
+        return
+    import resource  # POSIX only
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS reports "no limit" and then refuses it.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,238 @@
+"""An engine without a model, for tests of the layers above: deterministic, in process, with real bytes in the arena.
+
+The state of a position is a hash of every token up to it, and the next token is a function of the last state. A capture
+writes the states of its range into the spans; an apply takes what it finds there, so a wrong restore changes what is
+generated afterwards, and is counted in `wrong_restores`. Text is bytes: token = byte + 10; 1 opens a turn, 2 ends one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from strata.engine.protocol import (
+    Delta,
+    Done,
+    EngineInfo,
+    Finished,
+    Prepared,
+    Progress,
+    Run,
+    Timing,
+    pack_tokens,
+    unpack_tokens,
+)
+from strata.engine.text import TextStream
+from strata.errors import BadRequest, EngineGone, EngineRefused, RunError
+from strata.store.arena import Arena
+from strata.types import PAGE, SEGMENT_TOKENS, Span, StageShape, Tokens
+
+OPENER, END, FIRST_BYTE = 1, 2, 10
+STATE_BYTES = 32
+BASE_BYTES = 24
+_END_ONE_IN = 64
+
+
+def next_state(state: bytes, token: int) -> bytes:
+    return blake3(state + int(token).to_bytes(4, "little", signed=True)).digest()
+
+
+def text_tokens(text: str) -> Tokens:
+    return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE).astype(np.int32)
+
+
+def fake_info(*, slots: int, context: int, stages: int, fingerprint: bytes) -> EngineInfo:
+    shapes = (
+        StageShape(layer_first=i, layer_end=i + 1, base_bytes=BASE_BYTES, token_bytes=STATE_BYTES)
+        for i in range(stages)
+    )
+    return EngineInfo(
+        model_name="fake",
+        model_path="fake.gguf",
+        fingerprint=fingerprint,
+        slots=slots,
+        context=context,
+        context_train=context,
+        pool_cells=slots * context,
+        vocab_tokens=FIRST_BYTE + 256,
+        kv="f16",
+        flash_attention=True,
+        flash_attention_reason="set by flag",
+        threads=1,
+        mode="segments",
+        mode_reason="fake",
+        head_room=PAGE,
+        block_tokens=SEGMENT_TOKENS,
+        stages=tuple(shapes),
+        openers=(OPENER,),
+        has_chat_template=True,
+        load_s=0.0,
+    )
+
+
+class FakeEngine:
+    """Implements protocol.Engine. `kill` ends the "process": running requests fail, every slot is empty afterwards."""
+
+    def __init__(self, arena: Arena, *, slots: int = 2, context: int = 4096, stages: int = 1) -> None:
+        self.info = fake_info(slots=slots, context=context, stages=stages, fingerprint=b"f" * 32)
+        self.generation = 1
+        self.wrong_restores = 0
+        self.running: dict[int, FakeRun] = {}  # by slot
+        self.states: list[list[bytes]] = [[] for _ in range(slots)]
+        self._arena = arena
+        self._requests = 0
+
+    def kill(self) -> None:
+        self.generation += 1
+        self.running.clear()
+        self.states = [[] for _ in self.states]
+
+    async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared:
+        parts = [text_tokens(text or "")]
+        if messages_json is not None:
+            try:
+                messages = msgspec.json.decode(messages_json, type=list[dict[str, str]])
+                parts = [_turn(f"{m['role']}\n{m['content']}") for m in messages]
+            except (msgspec.DecodeError, msgspec.ValidationError, KeyError) as error:
+                raise BadRequest(str(error), field="messages") from error
+            parts.append(_turn("assistant\n")[:-1])
+        return Prepared(job=0, tokens=pack_tokens(np.concatenate(parts)), render_s=0.0, tokenize_s=0.0)
+
+    async def detokenize(self, tokens: Tokens) -> str:
+        return bytes(int(t) - FIRST_BYTE for t in tokens if t >= FIRST_BYTE).decode(errors="replace")
+
+    def run(self, command: Run) -> FakeRun:
+        self._requests += 1
+        return FakeRun(self, msgspec.structs.replace(command, request=self._requests))
+
+    async def fork(self, source: int, target: int, n: int) -> Done:
+        if target in self.running or not 0 <= n <= len(self.states[source]):
+            return self._done(target, "target is busy or source is shorter")
+        self.states[target] = self.states[source][:n]
+        return self._done(target)
+
+    async def trim(self, slot: int, n: int) -> Done:
+        if slot in self.running or not 0 <= n <= len(self.states[slot]):
+            return self._done(slot, "busy or shorter")
+        del self.states[slot][n:]
+        return self._done(slot)
+
+    async def capture(self, slot: int, start: int, end: int, spans: tuple[Span, ...]) -> Done:
+        self._check_block(start, end, spans)
+        if end > len(self.states[slot]):
+            return self._done(slot, f"holds {len(self.states[slot])}, not {end}")
+        for stage, view in enumerate(self._payloads(spans, end - start)):
+            view[:BASE_BYTES] = bytes([stage]) * BASE_BYTES
+            view[BASE_BYTES:] = b"".join(self.states[slot][start:end])
+        return self._done(slot)
+
+    async def apply(
+        self, slot: int, *, start: int, end: int, from_: int, upto: int, spans: tuple[Span, ...], tokens: Tokens
+    ) -> Done:
+        self._check_block(start, end, spans)
+        held = self.states[slot]
+        if slot in self.running or len(held) != from_ or not start <= from_ < upto <= end or len(tokens) != end - start:
+            return self._done(slot, f"busy, or holds {len(held)}, not {from_}")
+        payloads = [bytes(view) for view in self._payloads(spans, end - start)]
+        rows = payloads[0][BASE_BYTES:]
+        if any(payload != bytes([i]) * BASE_BYTES + rows for i, payload in enumerate(payloads)):
+            rows, self.wrong_restores = b"\0" * len(rows), self.wrong_restores + 1
+        for position in range(from_, upto):
+            at = STATE_BYTES * (position - start)
+            state = rows[at : at + STATE_BYTES]
+            right = next_state(held[-1] if held else b"", int(tokens[position - start]))
+            self.wrong_restores += state != right
+            held.append(state)
+        return self._done(slot)
+
+    def _payloads(self, spans: Sequence[Span], n: int) -> list[memoryview]:
+        size = BASE_BYTES + STATE_BYTES * n
+        return [self._arena.view(span)[PAGE : PAGE + size] for span in spans]
+
+    def _check_block(self, start: int, end: int, spans: Sequence[Span]) -> None:
+        if not 0 < end - start <= SEGMENT_TOKENS or len(spans) != len(self.info.stages):
+            raise EngineRefused(f"bad block [{start}, {end}) in {len(spans)} spans")
+
+    def _done(self, slot: int, reason: str = "") -> Done:
+        return Done(job=0, ok=not reason, held=len(self.states[slot]), reason=reason)
+
+
+def _turn(text: str) -> Tokens:
+    return np.concatenate([[OPENER], text_tokens(text), [END]]).astype(np.int32)
+
+
+class FakeRun:
+    """Implements protocol.Generation: one Progress, then a token each time it is asked."""
+
+    def __init__(self, engine: FakeEngine, command: Run) -> None:
+        self._engine, self._command, self._born = engine, command, engine.generation
+        self._tokens = unpack_tokens(command.tokens)
+        self._text = TextStream(command.stop)
+        self._written, self._last = 0, -1
+        self._outcome: Finished | None = None
+        states = engine.states[command.slot]
+        self._refusal = "" if command.slot not in engine.running and len(states) >= command.keep else "slot not ready"
+        if not self._refusal:
+            del states[command.keep :]
+            engine.running[command.slot] = self
+
+    def __aiter__(self) -> FakeRun:
+        return self
+
+    async def __anext__(self) -> Progress | Delta | Finished:
+        await asyncio.sleep(0)
+        command, engine = self._command, self._engine
+        if self._outcome is not None:
+            raise StopAsyncIteration
+        if engine.generation != self._born:
+            raise EngineGone("the engine process ended (signal 9); a new one is starting, send the request again")
+        states = engine.states[command.slot]
+        if self._refusal:
+            raise RunError(self._refusal, held=len(states))
+        if len(states) < len(self._tokens):
+            for token in self._tokens[len(states) :]:
+                states.append(next_state(states[-1] if states else b"", int(token)))
+            return Progress(request=command.request, held=len(states), total=len(self._tokens))
+        return self._write(states)
+
+    def _write(self, states: list[bytes]) -> Delta | Finished:
+        command = self._command
+        if self._text.stop_string is not None:
+            return self._finish("stop")
+        if self._written >= min(command.max_tokens, command.limit - len(self._tokens)):
+            return self._finish("length")
+        if self._written:
+            states.append(next_state(states[-1], self._last))
+        if states[-1][0] % _END_ONE_IN == 0 and not command.ignore_eos:
+            return self._finish("stop")
+        letter = ord("a") + states[-1][1] % 26
+        self._last = letter + FIRST_BYTE
+        self._written += 1
+        text = self._text.feed(bytes([letter]))
+        return Delta(request=command.request, tokens=pack_tokens([self._last]), text=text)
+
+    def _finish(self, reason: str) -> Finished:
+        command = self._command
+        self._engine.running.pop(command.slot, None)
+        held = len(self._engine.states[command.slot])
+        read = len(self._tokens) - command.keep
+        timing = Timing(read_s=0.0, read_tokens=read, write_s=0.0, write_tokens=self._written)
+        self._outcome = Finished(
+            request=command.request,
+            reason=reason,
+            held=held,
+            timing=timing,
+            text=self._text.finish(),
+            stop_string=self._text.stop_string,
+        )
+        return self._outcome
+
+    async def cancel(self) -> Finished:
+        await asyncio.sleep(0)
+        if self._outcome is None and self._engine.generation != self._born:
+            raise EngineGone("the engine process ended (signal 9); a new one is starting, send the request again")
+        return self._outcome or self._finish("cancelled")

@@ -1,0 +1,279 @@
+"""The engine thread: takes commands, moves blocks, runs one decode step after the other.
+
+One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
+commands (any number of metadata operations, but at most one capture or apply, so that a step is never delayed by more
+than one block), then one step: a row for every request that writes, plus one chunk of the oldest request that still
+reads its prompt. The events of a turn leave in one write. Commands of one slot keep their order; those of others may
+pass. Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from strata.engine.chunks import Chunks
+from strata.engine.llama import Sampler, last_errors
+from strata.engine.protocol import (
+    Apply,
+    Cancel,
+    Capture,
+    Command,
+    Delta,
+    Done,
+    Event,
+    Fork,
+    JobFailed,
+    Progress,
+    Run,
+    RunFailed,
+    Shutdown,
+    Trim,
+    pack_tokens,
+    unpack_tokens,
+)
+from strata.engine.request import Request
+from strata.engine.slots import Refusal
+from strata.engine.startup import Served
+
+SlotCommand = Run | Fork | Trim | Capture | Apply
+Send = Callable[[Sequence[Event]], None]
+
+_NO_FREE_CELLS = 1  # llama_decode's code; nothing was changed then
+
+
+class Loop:
+    """Owns every call to the context of `served`. `run` returns after Shutdown."""
+
+    def __init__(self, served: Served, chunks: Chunks, inbox: queue.SimpleQueue[Command], send: Send) -> None:
+        self._context = served.context
+        self._vocabulary = served.model.vocabulary
+        self._slots = served.slots
+        self._read_chunk = served.read_chunk
+        self._chunks = chunks
+        self._inbox = inbox
+        self._send = send
+        self._events: list[Event] = []
+        self._waiting: list[SlotCommand] = []
+        self._active: list[Request] = []  # in order of arrival
+        self._closing = False
+
+    def run(self) -> None:
+        while not self._closing:
+            self._receive()
+            self._work()
+            if self._active:
+                self._step()
+            if self._events:
+                self._send(self._events)
+                self._events = []
+
+    # --------------------------------------------------------------------------------------------------------- commands
+
+    def _receive(self) -> None:
+        wait = not self._active and not self._waiting
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(command, Shutdown):
+                self._closing = True
+            elif isinstance(command, Cancel):
+                self._cancel(command.request)
+            elif isinstance(command, SlotCommand):
+                self._waiting.append(command)
+
+    def _cancel(self, number: int) -> None:
+        for request in self._active:
+            if request.number == number:
+                self._finish(request, "cancelled")
+                return
+        for command in self._waiting:
+            if isinstance(command, Run) and command.request == number:
+                self._waiting.remove(command)
+                request = Request(command, self._slots.limit)
+                self._events.append(request.finished("cancelled", self._held(command.slot)))
+                return
+
+    def _work(self) -> None:
+        """Carry out what waits, in order per slot; at most one block."""
+        kept: list[SlotCommand] = []
+        blocked: set[int] = set()
+        moved = False
+        for command in self._waiting:
+            touched = _slots_of(command)
+            is_block = isinstance(command, Capture | Apply)
+            if touched & blocked or (is_block and moved):
+                kept.append(command)
+                blocked |= touched
+                continue
+            moved = moved or is_block
+            if isinstance(command, Run):
+                self._start(command)
+            else:
+                self._events.append(self._job(command))
+        self._waiting = kept
+
+    def _job(self, command: Fork | Trim | Capture | Apply) -> Event:
+        changed = command.target if isinstance(command, Fork) else command.slot
+        began = time.perf_counter()
+        try:
+            if not isinstance(command, Capture) and any(r.slot == changed for r in self._active):
+                refusal: Refusal = f"slot {changed} has a running request"
+            else:
+                refusal = self._carry_out(command)
+        except ValueError as error:
+            return JobFailed(job=command.job, message=str(error))
+        seconds = time.perf_counter() - began
+        held = self._held(changed)
+        return Done(job=command.job, ok=refusal is None, held=held, seconds=seconds, reason=refusal or "")
+
+    def _carry_out(self, command: Fork | Trim | Capture | Apply) -> Refusal:
+        slots = self._slots
+        if isinstance(command, Fork):
+            return slots.fork(command.source, command.target, command.n)
+        if isinstance(command, Trim):
+            return slots.trim(command.slot, command.n)
+        spans = [self._chunks.view(span) for span in command.spans]
+        if isinstance(command, Capture):
+            return slots.capture(command.slot, command.start, command.end, spans)
+        tokens = unpack_tokens(command.tokens)
+        return slots.apply(command.slot, command.start, command.end, command.from_, command.upto, spans, tokens)
+
+    def _held(self, slot: int) -> int:
+        return self._slots.held[slot] if 0 <= slot < len(self._slots.held) else 0
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def _start(self, command: Run) -> None:
+        kind, problem = "internal", self._misuse(command)
+        if problem is None:
+            kind, problem = "state", self._unready(command)
+        if problem is not None:
+            held = self._held(command.slot)
+            self._events.append(RunFailed(request=command.request, kind=kind, message=problem, held=held))
+            return
+        request = Request(command, self._slots.limit)
+        request.sampler = Sampler(self._vocabulary, command.sampling, request.tokens)
+        self._active.append(request)
+
+    def _misuse(self, command: Run) -> str | None:
+        """What no caller should send; None when it is fine."""
+        tokens = unpack_tokens(command.tokens)
+        if not 0 <= command.slot < len(self._slots.held):
+            return f"slot {command.slot} does not exist"
+        if not 0 <= command.keep < len(tokens):
+            return f"keep {command.keep} must be less than the {len(tokens)} prompt tokens"
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocabulary.n_tokens:
+            return f"token ids must lie in [0, {self._vocabulary.n_tokens})"
+        if len(tokens) > min(command.limit, self._slots.limit):
+            return f"{len(tokens)} prompt tokens exceed the limit of {min(command.limit, self._slots.limit)}"
+        return None
+
+    def _unready(self, command: Run) -> str | None:
+        """Why the slot cannot take this request now; None when it holds exactly `keep` tokens."""
+        if any(request.slot == command.slot for request in self._active):
+            return f"slot {command.slot} has a running request"
+        return self._slots.trim(command.slot, command.keep)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._drop(request)
+        self._events.append(request.finished(reason, self._held(request.slot)))
+
+    def _fail(self, request: Request, message: str) -> None:
+        self._drop(request)
+        held = self._held(request.slot)
+        self._events.append(RunFailed(request=request.number, kind="decode", message=message, held=held))
+
+    def _drop(self, request: Request) -> None:
+        self._active.remove(request)
+        if request.sampler is not None:
+            request.sampler.close()
+
+    # ------------------------------------------------------------------------------------------------------------- step
+
+    def _step(self) -> None:
+        """One decode: every writing request's next row, and a chunk of the oldest reading one."""
+        parts = [(request, 1) for request in self._active if request.is_writing]
+        reading = next((request for request in self._active if not request.is_writing), None)
+        if reading is not None:
+            reading.begin_reading()
+            held = self._held(reading.slot)
+            # rows and chunk together fill one physical batch, so a step is one pass over the weights
+            room = max(1, min(self._read_chunk, self._context.ubatch - len(parts)))
+            parts.append((reading, min(room, len(reading.tokens) - held)))
+        self._decode(parts)
+
+    def _decode(self, parts: list[tuple[Request, int]]) -> None:
+        """Decode `parts`. When that fails: again without the youngest (pool full), or one by one."""
+        code = self._context.decode(self._fill(parts))
+        if code == 0:
+            self._advance(parts)
+            return
+        message = last_errors()
+        for request, _ in parts:
+            self._slots.repair(request.slot)
+        if code == _NO_FREE_CELLS:
+            youngest = max((request for request, _ in parts), key=self._active.index)
+            self._fail(youngest, "the K/V pool has no free cells left")
+            rest = [part for part in parts if part[0] is not youngest]
+            if rest:
+                self._decode(rest)
+        elif len(parts) == 1:
+            self._fail(parts[0][0], f"llama.cpp could not decode (code {code}) {message}".rstrip())
+        else:
+            for part in parts:
+                self._decode([part])
+
+    def _fill(self, parts: Sequence[tuple[Request, int]]) -> int:
+        """Write the batch; returns its rows."""
+        batch, row = self._context, 0
+        for request, n in parts:
+            held = self._held(request.slot)
+            end = row + n
+            batch.token[row:end] = request.last if request.is_writing else request.tokens[held : held + n]
+            batch.position[row:end] = np.arange(held, held + n)
+            batch.sequence[row:end] = request.slot
+            batch.want[row:end] = 0
+            batch.want[end - 1] = request.is_writing or held + n == len(request.tokens)
+            row = end
+        return row
+
+    def _advance(self, parts: Sequence[tuple[Request, int]]) -> None:
+        """After a successful decode: count what is held now, sample where a row ended a prompt or wrote."""
+        row = 0
+        for request, n in parts:
+            row += n
+            self._slots.held[request.slot] += n
+            if not request.is_writing:
+                held, total = self._held(request.slot), len(request.tokens)
+                self._events.append(Progress(request=request.number, held=held, total=total))
+                if held < total:
+                    continue
+                request.begin_writing()
+                if not request.left:
+                    self._finish(request, "length")
+                    continue
+            assert request.sampler is not None, "set when the request started"
+            self._take(request, self._context.sample(request.sampler, row - 1))
+
+    def _take(self, request: Request, token: int) -> None:
+        """One sampled token: an event, and perhaps the end."""
+        if token in self._vocabulary.end_of_generation and not request.ignores_end:
+            self._finish(request, "stop")
+            return
+        text = request.take(token, self._vocabulary.piece(token))
+        self._events.append(Delta(request=request.number, tokens=pack_tokens([token]), text=text))
+        if request.text.stop_string is not None:
+            self._finish(request, "stop")
+        elif not request.left:
+            self._finish(request, "length")
+
+
+def _slots_of(command: SlotCommand) -> set[int]:
+    return {command.source, command.target} if isinstance(command, Fork) else {command.slot}

@@ -1,0 +1,320 @@
+"""One engine process as the front sees it: its pipe, its pending calls and runs, and the arena chunks it was given.
+
+Everything here ends with the process: `ended` tells how, and every pending call gets an EngineGone. Starting another
+one is the concern of `client.py`. Belongs to one event loop; only the sending of descriptors runs on another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from strata.engine.protocol import (
+    AttachChunk,
+    Cancel,
+    Command,
+    Delta,
+    Detokenized,
+    Done,
+    EngineInfo,
+    EngineSettings,
+    Event,
+    Finished,
+    JobFailed,
+    Load,
+    LoadFailed,
+    Loading,
+    Prepared,
+    Progress,
+    Ready,
+    Run,
+    RunFailed,
+    Shutdown,
+)
+from strata.engine.wire import HEAD, decode_event, encode_frame, frame_size
+from strata.errors import BadRequest, ConfigError, EngineGone, EngineRefused, ModelError, RunError, StrataError
+from strata.types import Span
+
+_MODEL_FLAG = "--model"
+_PIPE_BUFFER_BYTES = 1 << 20
+_OPENMP_SPINS = "200"
+
+Answer = Prepared | Detokenized | Done
+RunEvent = Progress | Delta | Finished
+_A = TypeVar("_A", Prepared, Detokenized, Done)
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """An arena chunk to attach: found by `fd` on Linux, by `name` elsewhere."""
+
+    index: int
+    size: int
+    fd: int | None
+    name: str | None
+
+
+class EngineProcess:
+    """A running engine process. Made by `spawn`."""
+
+    def __init__(self, process: Process, descriptors: socket.socket | None) -> None:
+        assert process.stdin is not None and process.stdout is not None, "spawned with pipes"
+        self.pid = process.pid
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._descriptors = descriptors
+        self._gone: str | None = None  # why, once it is
+        self._jobs: dict[int, asyncio.Future[Answer | JobFailed]] = {}
+        self._runs: dict[int, RunHandle] = {}
+        self._loaded: asyncio.Future[Ready | LoadFailed] = asyncio.get_running_loop().create_future()
+        self._on_loading: Callable[[Loading], None] | None = None
+        self._to_attach: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._attached: dict[int, asyncio.Event] = {}
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+        self._attacher = asyncio.create_task(self._attach(), name="engine-attacher")
+
+    def __repr__(self) -> str:
+        return f"EngineProcess(pid {self.pid}, {len(self._jobs)} jobs, {len(self._runs)} runs, gone: {self._gone})"
+
+    @classmethod
+    async def spawn(cls, chunks: Sequence[Chunk]) -> EngineProcess:
+        """Start a process that has not loaded anything yet. Raises OSError."""
+        arguments = [sys.executable, "-P", "-m", "strata.engine.worker"]
+        ours = theirs = None
+        if hasattr(socket, "send_fds"):
+            ours, theirs = socket.socketpair()
+            arguments += ["--chunk-socket", str(theirs.fileno())]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=PIPE,
+                stdout=PIPE,
+                pass_fds=(theirs.fileno(),) if theirs is not None else (),
+                env=_environment(os.environ),
+                limit=_PIPE_BUFFER_BYTES,
+            )
+        finally:
+            if theirs is not None:
+                theirs.close()
+        engine = cls(process, ours)
+        for chunk in chunks:
+            engine.attach(chunk)
+        return engine
+
+    async def load(
+        self,
+        settings: EngineSettings,
+        remembered_flash_attention: bool | None,
+        on_loading: Callable[[Loading], None] | None,
+    ) -> EngineInfo:
+        """Load the model. Raises ModelError or ConfigError when it cannot be served."""
+        self._on_loading = on_loading
+        self._send(Load(settings=settings, remembered_flash_attention=remembered_flash_attention))
+        waited: list[asyncio.Future[Any]] = [self._loaded, self._reader]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not self._loaded.done():
+            raise ModelError(
+                f"the engine process ended ({await self.ended()}) while it loaded {settings.model_path}: the file is "
+                "damaged, of an unknown kind, or too large for this machine's memory.",
+                field=_MODEL_FLAG,
+            )
+        event = self._loaded.result()
+        if isinstance(event, Ready):
+            return event.info
+        kind = ModelError if event.field == _MODEL_FLAG else ConfigError
+        raise kind(event.message, field=event.field)
+
+    async def ended(self) -> str:
+        """Wait for the process to end; "signal 9", "exit code 1"."""
+        code = await self._process.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def close(self, limit_s: float, why: str) -> None:
+        """Ask the process to end, kill it after `limit_s`, and fail whatever still waits."""
+        if self._gone is None:
+            self._send(Shutdown())
+        try:
+            await asyncio.wait_for(self._process.wait(), limit_s)
+        except TimeoutError:
+            with suppress(ProcessLookupError):  # it has just ended
+                self._process.kill()
+            await self._process.wait()
+        self._fail_pending(why)
+        self._attacher.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, self._attacher, return_exceptions=True)
+
+    def _fail_pending(self, why: str) -> None:
+        """From now on every call fails; those that wait do so now."""
+        self._gone = why
+        for future in self._jobs.values():
+            if not future.done():
+                future.set_exception(self._engine_gone())
+        self._jobs.clear()
+        for run in self._runs.values():
+            run.put(self._engine_gone())
+        self._runs.clear()
+        for attached in self._attached.values():
+            attached.set()
+
+    def _engine_gone(self) -> EngineGone:
+        return EngineGone(self._gone or "", retry_after_s=1)
+
+    # ---------------------------------------------------------------------------------------------------------- chunks
+
+    def attach(self, chunk: Chunk) -> None:
+        """Give the process an arena chunk; in order, as soon as possible."""
+        self._attached[chunk.index] = asyncio.Event()
+        self._to_attach.put_nowait(chunk)
+
+    async def _attach(self) -> None:
+        while True:
+            chunk = await self._to_attach.get()
+            if chunk.fd is not None and self._descriptors is not None:
+                # the socket holds a few hundred descriptors, then sending waits until the engine has mapped some
+                await asyncio.to_thread(socket.send_fds, self._descriptors, [b"\0"], [chunk.fd])
+            self._send(AttachChunk(chunk=chunk.index, size=chunk.size, name=chunk.name))
+            self._attached[chunk.index].set()
+
+    async def has_chunks(self, spans: Sequence[Span]) -> None:
+        """Wait until the chunks of `spans` were given to the process."""
+        for span in spans:
+            if span.chunk not in self._attached:
+                raise EngineRefused(f"chunk {span.chunk} is not one of the arena's")
+            await self._attached[span.chunk].wait()
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    async def call(self, job: Command, number: int, answer: type[_A], *, to_the_end: bool = False) -> _A:
+        """Send a job and wait for its answer.
+
+        `to_the_end`: even when the waiting task is cancelled, wait until the engine is done with the job, because it
+        reads or writes memory of the caller. Raises BadRequest or EngineRefused on JobFailed, EngineGone.
+        """
+        if self._gone is not None:
+            raise self._engine_gone()
+        future: asyncio.Future[Answer | JobFailed] = asyncio.get_running_loop().create_future()
+        self._jobs[number] = future
+        self._send(job)
+        event = await (_to_the_end(future) if to_the_end else future)
+        if isinstance(event, JobFailed):
+            raise BadRequest(event.message, field="messages") if event.client_fault else EngineRefused(event.message)
+        if not isinstance(event, answer):
+            raise EngineRefused(f"the engine answered {type(event).__name__} where {answer.__name__} was expected")
+        return event
+
+    def run(self, command: Run) -> RunHandle:
+        if self._gone is not None:
+            raise self._engine_gone()
+        handle = RunHandle(command.request, lambda: self._send(Cancel(request=command.request)))
+        self._runs[command.request] = handle
+        self._send(command)
+        return handle
+
+    def _send(self, command: Command) -> None:
+        if self._gone is None and not self._stdin.is_closing():
+            self._stdin.write(encode_frame(command))
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    async def _read(self) -> None:
+        """Take events until the pipe ends; a process whose events make no sense is killed."""
+        try:
+            while True:
+                head = await self._stdout.readexactly(HEAD.size)
+                body = await self._stdout.readexactly(frame_size(HEAD.unpack(head)[0]))
+                self._take(decode_event(body))
+        except asyncio.IncompleteReadError:
+            return
+        finally:
+            if self._process.returncode is None and not self._stdout.at_eof():
+                self._process.kill()
+            if self._descriptors is not None:
+                self._descriptors.close()
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Loading):
+            if self._on_loading is not None:
+                self._on_loading(event)
+        elif isinstance(event, Ready | LoadFailed):
+            self._loaded.set_result(event)
+        elif isinstance(event, Progress | Delta | Finished | RunFailed):
+            run = self._runs.get(event.request)
+            if isinstance(event, Finished | RunFailed):
+                self._runs.pop(event.request, None)
+            if run is not None:
+                run.put(event)
+        else:
+            future = self._jobs.pop(event.job, None)
+            if future is not None and not future.done():
+                future.set_result(event)
+
+
+def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment: as inherited, with defaults that llama.cpp lacks.
+
+    OpenMP threads that wait at a barrier spin for milliseconds by default; as soon as another process wants one of the
+    cores, a step takes 100 times as long. A short spin costs a few percent on an idle machine and avoids that.
+    """
+    defaults = {"GGML_NO_BACKTRACE": "1"}  # an abort must end the process at once, not start a debugger first
+    if "OMP_WAIT_POLICY" not in inherited:
+        defaults["GOMP_SPINCOUNT"] = _OPENMP_SPINS
+    return defaults | dict(inherited)
+
+
+async def _to_the_end(future: asyncio.Future[Answer | JobFailed]) -> Answer | JobFailed:
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return future.result()
+
+
+class RunHandle:
+    """The events of one request; implements protocol.Generation."""
+
+    def __init__(self, number: int, send_cancel: Callable[[], None]) -> None:
+        self.number = number
+        self._send_cancel = send_cancel
+        self._events: asyncio.Queue[RunEvent | RunFailed | StrataError] = asyncio.Queue()
+        self._outcome: Finished | StrataError | None = None
+
+    def put(self, event: RunEvent | RunFailed | StrataError) -> None:
+        self._events.put_nowait(event)
+
+    def __aiter__(self) -> RunHandle:
+        return self
+
+    async def __anext__(self) -> RunEvent:
+        if self._outcome is not None:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, RunFailed):
+            event = RunError(event.message, held=event.held)
+        if isinstance(event, StrataError):
+            self._outcome = event
+            raise event
+        if isinstance(event, Finished):
+            self._outcome = event
+        return event
+
+    async def cancel(self) -> Finished:
+        """End the request and drain its events. Raises RunError or EngineGone when that is how it ended."""
+        if self._outcome is None:
+            self._send_cancel()
+        while self._outcome is None:
+            await anext(self)
+        if isinstance(self._outcome, StrataError):
+            raise self._outcome
+        return self._outcome

@@ -1,0 +1,174 @@
+"""Token ranges of plain attention memory: where everything lies in a blob, and its canonical payload per stage.
+
+A blob of `n` cells is `[head][K of every layer][V of every layer]`; the head (counts and one record per cell) can be
+computed, so it is not stored. The payload of a stage is `[its K][its V][extra: n x 12 bytes, if cells carry any]`, rows
+by position. With one stage and no extra the payload is the blob behind its head: captured and applied without a copy.
+Pure numpy; `layout.py` parses the blobs of every other memory type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.engine.layout import MAGIC, TENSOR_HEAD_BYTES, BadState, Bytes, CellFormat, Kind, Layout, State, Words
+from strata.types import BLOCK_BYTES, SEGMENT_TOKENS, StageShape, pad_to_page
+
+_EXTRA_WORDS = 3  # x, y, token id
+_WORD = 4
+_HEAD_WORDS = 6  # magic, sequence id, streams, cells ... v_trans, layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeFormat:
+    """Geometry of a plain attention cache: bytes per cell of each layer's K and V, in blob order."""
+
+    layers: tuple[int, ...]
+    k_row_bytes: tuple[int, ...]
+    v_row_bytes: tuple[int, ...]
+    transposed: bool  # V is stored [elements][cells]
+    v_element_bytes: tuple[int, ...]  # of a transposed V; else empty
+    cells: CellFormat
+
+    @classmethod
+    def of(cls, state: State, layout: Layout, cells: CellFormat) -> RangeFormat:
+        """The geometry shown by a parsed state. Raises BadState for memory that is not one attention cache."""
+        if len(layout) != 1 or layout[0].kind is not Kind.ATTENTION or not len(state.parts[0].cells):
+            raise BadState("not one attention cache with cells")
+        part = state.parts[0]
+        return cls(
+            layers=part.layers,
+            k_row_bytes=tuple(t.rows.shape[1] for t in part.first),
+            v_row_bytes=tuple(t.rows.nbytes // len(part.cells) for t in part.second),
+            transposed=part.transposed,
+            v_element_bytes=tuple(t.rows.shape[2] for t in part.second) if part.transposed else (),
+            cells=cells,
+        )
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all stages together."""
+        return sum(self.k_row_bytes) + sum(self.v_row_bytes) + self._extra_bytes
+
+    @property
+    def _extra_bytes(self) -> int:
+        return _WORD * _EXTRA_WORDS if self.cells.extra else 0
+
+    @property
+    def block_tokens(self) -> int:
+        """Most tokens of a block: an even division of a full segment whose payload stays within BLOCK_BYTES."""
+        fixed = TENSOR_HEAD_BYTES * (len(self.k_row_bytes) + len(self.v_row_bytes))
+        most = max(1, (BLOCK_BYTES - fixed) // self.token_bytes)
+        return -(-SEGMENT_TOKENS // -(-SEGMENT_TOKENS // most))
+
+    @property
+    def head_room(self) -> int:
+        """Bytes kept free in front of a payload, in whole pages: the head of a full block fits."""
+        return pad_to_page(self.head_bytes(self.block_tokens))
+
+    def head_bytes(self, n_cells: int) -> int:
+        return _WORD * (_HEAD_WORDS + n_cells * self.cells.words)
+
+    def body_bytes(self, n_cells: int) -> int:
+        """Bytes of a blob behind its head: every layer's K and V."""
+        return self._span(self.k_row_bytes, n_cells) + self._span(self.v_row_bytes, n_cells)
+
+    @staticmethod
+    def _span(row_bytes: Sequence[int], n_cells: int) -> int:
+        return TENSOR_HEAD_BYTES * len(row_bytes) + n_cells * sum(row_bytes)
+
+    # ---------------------------------------------------------------------------------------------------------- stages
+
+    def stage_shapes(self, stages: Sequence[tuple[int, int]]) -> tuple[StageShape, ...]:
+        """The payload geometry of each layer range [first, end)."""
+        shapes = []
+        for first, end in stages:
+            held = self._held(first, end)
+            k, v = self.k_row_bytes[held], self.v_row_bytes[held]
+            shapes.append(
+                StageShape(
+                    layer_first=first,
+                    layer_end=end,
+                    base_bytes=TENSOR_HEAD_BYTES * (len(k) + len(v)),
+                    token_bytes=sum(k) + sum(v) + self._extra_bytes,
+                )
+            )
+        return tuple(shapes)
+
+    def sections(self, stage: StageShape, n_cells: int) -> tuple[slice, slice]:
+        """Where a stage's K and V lie in a blob's body of `n_cells`."""
+        held = self._held(stage.layer_first, stage.layer_end)
+        k_first = self._span(self.k_row_bytes[: held.start], n_cells)
+        k_end = k_first + self._span(self.k_row_bytes[held], n_cells)
+        v_first = self._span(self.k_row_bytes, n_cells) + self._span(self.v_row_bytes[: held.start], n_cells)
+        v_end = v_first + self._span(self.v_row_bytes[held], n_cells)
+        return slice(k_first, k_end), slice(v_first, v_end)
+
+    def _held(self, first: int, end: int) -> slice:
+        """Indices of this cache's layers that lie in [first, end)."""
+        below = sum(layer < first for layer in self.layers)
+        return slice(below, below + sum(first <= layer < end for layer in self.layers))
+
+    # ------------------------------------------------------------------------------------------------------------ heads
+
+    def write_head(self, head: Bytes, start: int, extra: Words | None) -> None:
+        """Fill `head` for cells at consecutive positions from `start`; `extra` is (cells, 3) when cells carry it."""
+        words = head.view("<i4")
+        n_cells = (len(words) - _HEAD_WORDS) // self.cells.words
+        words[:4] = np.array([MAGIC, 0, 1, n_cells], "<u4").view("<i4")
+        words[-2:] = (self.transposed, len(self.layers))
+        cells = words[4:-2].reshape(n_cells, self.cells.words)
+        cells[:, 0] = np.arange(start, start + n_cells)
+        cells[:, 1] = 1
+        cells[:, -1] = 0
+        if self.cells.extra:
+            if extra is None:
+                raise BadState("cells of this model carry extra coordinates")
+            cells[:, 2:5] = extra
+
+    def read_head(self, head: Bytes, start: int) -> tuple[NDArray[np.intp] | None, Words | None]:
+        """Check the head of a captured range from position `start`.
+
+        Returns the order that sorts its rows by position (None when they are sorted) and its extra words, sorted.
+        Raises BadState when it is not exactly one cell for each position.
+        """
+        words = head.view("<i4")
+        n_cells = (len(words) - _HEAD_WORDS) // self.cells.words
+        expected = np.array([MAGIC, 1, n_cells], "<u4").view("<i4")
+        if not np.array_equal(words[[0, 2, 3]], expected):
+            raise BadState(f"not a state of {n_cells} cells")
+        if tuple(words[-2:]) != (self.transposed, len(self.layers)):
+            raise BadState(f"V layout {words[-2]} or layer count {words[-1]} differ from those at start")
+        cells = words[4:-2].reshape(n_cells, self.cells.words)
+        positions = np.arange(start, start + n_cells)
+        order = None
+        if not np.array_equal(cells[:, 0], positions):
+            order = np.argsort(cells[:, 0], kind="stable")
+            cells = cells[order]
+            if not np.array_equal(cells[:, 0], positions):
+                raise BadState(f"cells are not exactly the positions [{start}, {start + n_cells})")
+        return order, cells[:, 2:5].copy() if self.cells.extra else None
+
+    def reorder(self, body: Bytes, order: NDArray[np.intp]) -> None:
+        """Permute the rows of every layer in place, so that row i is what row order[i] was."""
+        n_cells, at = len(order), 0
+        for row_bytes in self.k_row_bytes:
+            at = self._permute(body, at, (n_cells, row_bytes), order)
+        for i, row_bytes in enumerate(self.v_row_bytes):
+            if self.transposed:
+                element_bytes = self.v_element_bytes[i]
+                at = self._permute(body, at, (row_bytes // element_bytes, n_cells, element_bytes), order)
+            else:
+                at = self._permute(body, at, (n_cells, row_bytes), order)
+
+    @staticmethod
+    def _permute(body: Bytes, at: int, shape: tuple[int, ...], order: NDArray[np.intp]) -> int:
+        at += TENSOR_HEAD_BYTES
+        end = at + int(np.prod(shape))
+        rows = body[at:end].reshape(shape)
+        rows[:] = np.take(rows, order, axis=len(shape) - 2)
+        return end

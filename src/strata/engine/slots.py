@@ -1,0 +1,219 @@
+"""What each slot holds, and moving state in and out of it: trim, fork, capture and apply.
+
+A refused operation is an outcome (the reason as text, None when it was done) and leaves the slot as `held` says; a
+range that makes no sense raises ValueError. Captures and applies go through the transfer sequence, which is always
+emptied again. Which requests run is `loop.py`'s concern; so is when a block may be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from strata.engine.layout import BadState, Bytes, Words
+from strata.engine.ranges import RangeFormat
+from strata.types import StageShape, Tokens, pad_to_page
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from strata.engine.llama import Context
+
+Refusal = str | None
+"""Why an operation was refused; None when it was done."""
+
+
+class Slots:
+    """The slots of one context. `format` and `stages` are None and empty when blocks cannot be moved."""
+
+    def __init__(
+        self,
+        context: Context,
+        count: int,
+        limit: int,
+        *,
+        cuttable: bool,
+        format: RangeFormat | None = None,  # noqa: A002
+        stages: Sequence[StageShape] = (),
+    ) -> None:
+        self.held = [0] * count
+        """Positions [0, held) that each slot holds."""
+        self.limit = limit
+        self._context = context
+        self._cuttable = cuttable
+        self._format = format
+        self._stages = tuple(stages)
+        self._scratch: Bytes = np.empty(0, np.uint8)
+
+    def check(self, slot: int) -> None:
+        if not 0 <= slot < len(self.held):
+            raise ValueError(f"slot {slot} does not exist; there are {len(self.held)}")
+
+    # --------------------------------------------------------------------------------------------- metadata operations
+
+    def trim(self, slot: int, n: int) -> Refusal:
+        """Keep positions [0, n)."""
+        self.check(slot)
+        held = self.held[slot]
+        if not 0 <= n <= held:
+            return f"slot {slot} holds {held} tokens, not {n}"
+        if n == held:
+            return None
+        if not self._context.remove(slot, n) or self._context.last_position(slot) != n - 1:
+            return f"this model's memory cannot be cut from {held} to {n} tokens"
+        self.held[slot] = n
+        return None
+
+    def fork(self, source: int, target: int, n: int) -> Refusal:
+        """Let `target` hold positions [0, n) of `source`, and nothing else."""
+        self.check(source)
+        self.check(target)
+        if source == target:
+            raise ValueError(f"slot {source} cannot be forked into itself")
+        held = self.held[source]
+        if not 0 <= n <= held:
+            return f"slot {source} holds {held} tokens, not {n}"
+        if n not in (0, held) and not self._cuttable:
+            return f"this model's memory can only be shared whole ({held} tokens), not up to {n}"
+        self.clear(target)
+        if n:
+            self._context.share(source, target, 0, n)
+            if self._context.last_position(target) != n - 1:
+                self.clear(target)
+                return f"slot {target} did not take {n} tokens of slot {source}"
+            self.held[target] = n
+        return None
+
+    def clear(self, slot: int) -> None:
+        self._context.remove(slot)
+        self.held[slot] = 0
+
+    def repair(self, slot: int) -> None:
+        """Bring a slot back to `held` after a failed decode; one whose memory cannot be cut loses everything."""
+        if self._context.last_position(slot) == self.held[slot] - 1:
+            return
+        if not (self._context.remove(slot, self.held[slot]) and self._is_whole(slot)):
+            self.clear(slot)
+
+    def _is_whole(self, slot: int) -> bool:
+        return self._context.last_position(slot) == self.held[slot] - 1
+
+    # ---------------------------------------------------------------------------------------------------------- blocks
+
+    def capture(self, slot: int, start: int, end: int, spans: Sequence[Bytes]) -> Refusal:
+        """Write the canonical state of positions [start, end) into one span per stage."""
+        fmt, n = self._checked_block(slot, start, end, spans)
+        if end > self.held[slot]:
+            return f"slot {slot} holds {self.held[slot]} tokens, not {end}"
+        head_bytes = fmt.head_bytes(n)
+        blob = self._blob(fmt, n, spans)
+        with self._transfer():
+            self._context.share(slot, self._context.transfer, start, end)
+            size = self._context.state_get(self._context.transfer, blob)
+        if size != len(blob):
+            return f"the state of [{start}, {end}) has {size} bytes, not {len(blob)}"
+        try:
+            order, extra = fmt.read_head(blob[:head_bytes], start)
+        except BadState as error:
+            return f"the state of [{start}, {end}) is not usable: {error}"
+        body = blob[head_bytes:]
+        if order is not None:
+            fmt.reorder(body, order)
+        for stage, span in zip(self._stages, spans, strict=True):
+            self._fill_span(fmt, stage, span, body, extra, n)
+        return None
+
+    def _fill_span(
+        self, fmt: RangeFormat, stage: StageShape, span: Bytes, body: Bytes, extra: Words | None, n: int
+    ) -> None:
+        """Put a stage's payload where it belongs (it lies there already with one stage) and zero the padding."""
+        payload_bytes = stage.payload_bytes(n)
+        payload = span[fmt.head_room : fmt.head_room + payload_bytes]
+        if len(self._stages) > 1:
+            k, v = fmt.sections(stage, n)
+            k_bytes = k.stop - k.start
+            payload[:k_bytes] = body[k]
+            payload[k_bytes : k_bytes + v.stop - v.start] = body[v]
+        if extra is not None:
+            payload[payload_bytes - extra.nbytes :] = np.ascontiguousarray(extra).view(np.uint8).reshape(-1)
+        span[fmt.head_room + payload_bytes : fmt.head_room + pad_to_page(payload_bytes)] = 0
+
+    def apply(
+        self, slot: int, start: int, end: int, from_: int, upto: int, spans: Sequence[Bytes], tokens: Tokens
+    ) -> Refusal:
+        """Use positions [from_, upto) of a captured block [start, end): the slot then holds [0, upto)."""
+        fmt, n = self._checked_block(slot, start, end, spans)
+        if not start <= from_ < upto <= end:
+            raise ValueError(f"[{from_}, {upto}) does not lie in the block [{start}, {end})")
+        if len(tokens) != n:
+            raise ValueError(f"{len(tokens)} tokens for a block of {n}")
+        if self.held[slot] != from_:
+            return f"slot {slot} holds {self.held[slot]} tokens, not {from_}"
+        if upto > self.limit:
+            return f"{upto} tokens exceed the slot's {self.limit}"
+        extra = self._extra(fmt, spans[0], n)
+        if extra is not None and not np.array_equal(extra[:, 2], tokens):
+            return f"the block [{start}, {end}) was captured of other tokens"
+        blob = self._blob(fmt, n, spans)
+        fmt.write_head(blob[: fmt.head_bytes(n)], start, extra)
+        if len(self._stages) > 1:
+            self._gather(fmt, blob[fmt.head_bytes(n) :], spans, n)
+        with self._transfer():
+            if not self._context.state_set(blob):
+                return f"llama.cpp refused the state of [{start}, {end})"
+            self._context.share(self._context.transfer, slot, from_, upto)
+        if self._context.last_position(slot) != upto - 1:
+            self.repair(slot)
+            return f"slot {slot} did not take [{from_}, {upto})"
+        self.held[slot] = upto
+        return None
+
+    def _gather(self, fmt: RangeFormat, body: Bytes, spans: Sequence[Bytes], n: int) -> None:
+        for stage, span in zip(self._stages, spans, strict=True):
+            k, v = fmt.sections(stage, n)
+            k_bytes, v_bytes = k.stop - k.start, v.stop - v.start
+            payload = span[fmt.head_room : fmt.head_room + k_bytes + v_bytes]
+            body[k] = payload[:k_bytes]
+            body[v] = payload[k_bytes:]
+
+    def _extra(self, fmt: RangeFormat, span: Bytes, n: int) -> Words | None:
+        """The extra words of a block's cells, (cells, 3): every stage carries them behind its rows."""
+        if not fmt.cells.extra:
+            return None
+        end = fmt.head_room + self._stages[0].payload_bytes(n)
+        return np.frombuffer(span[end - 12 * n : end].tobytes(), "<i4").reshape(n, 3)
+
+    def _blob(self, fmt: RangeFormat, n: int, spans: Sequence[Bytes]) -> Bytes:
+        """Where a whole blob of `n` cells goes: in the span around its payload, or in scratch for several stages."""
+        head_bytes, body_bytes = fmt.head_bytes(n), fmt.body_bytes(n)
+        if len(self._stages) == 1:
+            return spans[0][fmt.head_room - head_bytes : fmt.head_room + body_bytes]
+        if len(self._scratch) < head_bytes + body_bytes:
+            self._scratch = np.empty(head_bytes + body_bytes, np.uint8)
+        return self._scratch[: head_bytes + body_bytes]
+
+    def _checked_block(self, slot: int, start: int, end: int, spans: Sequence[Bytes]) -> tuple[RangeFormat, int]:
+        self.check(slot)
+        if self._format is None:
+            raise ValueError("blocks of this model's memory cannot be moved")
+        n = end - start
+        if start < 0 or not 0 < n <= self._format.block_tokens:
+            raise ValueError(f"[{start}, {end}) is not a block of at most {self._format.block_tokens} tokens")
+        if len(spans) != len(self._stages):
+            raise ValueError(f"{len(spans)} spans for {len(self._stages)} stages")
+        for stage, span in zip(self._stages, spans, strict=True):
+            needed = self._format.head_room + pad_to_page(stage.payload_bytes(n))
+            if len(span) < needed:
+                raise ValueError(f"a span of {len(span)} bytes where {needed} are needed")
+        return self._format, n
+
+    @contextmanager
+    def _transfer(self) -> Iterator[None]:
+        """The transfer sequence for one move; emptied whatever happens."""
+        try:
+            yield
+        finally:
+            self._context.remove(self._context.transfer)

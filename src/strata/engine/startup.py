@@ -1,0 +1,216 @@
+"""From settings to a served model: checks, flash attention, context size, self-test, identity.
+
+Everything here runs once, on the engine thread, before Ready. It raises ModelError or ConfigError with the flag at
+fault; what a served model then does is `loop.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import psutil
+
+from strata.engine.fingerprint import StateFacts, fingerprint
+from strata.engine.gguf import GgufFile, read_model
+from strata.engine.layout import BadState, recognise, token_bytes
+from strata.engine.llama import KV_TYPES, MAX_SEQUENCES, STATE_VERSION, Context, ContextShape, Model
+from strata.engine.measure import FlashChoice, choose_flash_attention
+from strata.engine.protocol import EngineInfo, EngineSettings
+from strata.engine.selftest import Proof, is_cuttable, self_test
+from strata.engine.slots import Slots
+from strata.engine.template import ChatTemplate, find_openers
+from strata.errors import ConfigError
+from strata.types import PAGE
+
+MARGIN_CELLS = 512
+"""Pool cells beyond slots x context: room for a block in the transfer sequence."""
+_RESERVED_SEQUENCES = 2  # the transfer sequence, and one that stays empty (ENGINE.md §0.5)
+_POOL_SHARE = 4  # the default pool takes at most this fraction of the RAM
+_PROBE_BATCH = 64
+_CONTEXT_STEP = 256
+
+ProgressCallback = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model ready to serve."""
+
+    info: EngineInfo
+    model: Model
+    context: Context
+    slots: Slots
+    template: ChatTemplate
+    read_chunk: int
+
+
+def load(settings: EngineSettings, remembered_flash_attention: bool | None, progress: ProgressCallback) -> Served:
+    """Load the model of `settings`. Raises ModelError or ConfigError."""
+    began = time.perf_counter()
+    _check(settings)
+    files = read_model(Path(settings.model_path))
+    model = Model(
+        Path(settings.model_path), gpu_layers=settings.gpu_layers, progress=lambda done: progress("model", done)
+    )
+    stages = _stage_ranges(settings.stages, model.n_layers)
+    threads = settings.threads or default_threads()
+    progress("measuring", 0.0)
+    flash = choose_flash_attention(model, settings, threads, remembered_flash_attention)
+    progress("context", 0.0)
+    tokens = settings.context or _default_context(model, settings, threads, flash)
+    context = Context(
+        model,
+        _shape(settings, threads, flash, cells=settings.slots * tokens + MARGIN_CELLS),
+    )
+    progress("self-test", 0.0)
+    proof = self_test(model, context, stages)
+    slots = Slots(
+        context, settings.slots, tokens, cuttable=is_cuttable(model), format=proof.format, stages=proof.stages
+    )
+    template = ChatTemplate(
+        model.chat_template(),
+        bos=model.vocabulary.text_of(model.vocabulary.bos),
+        eos=model.vocabulary.text_of(model.vocabulary.eos),
+    )
+    info = EngineInfo(
+        model_name=model.metadata("general.name") or Path(settings.model_path).stem,
+        model_path=settings.model_path,
+        fingerprint=fingerprint(files, _facts(model, context, proof, files)),
+        slots=settings.slots,
+        context=tokens,
+        context_train=model.context_train,
+        pool_cells=context.cells,
+        vocab_tokens=model.vocabulary.n_tokens,
+        kv=settings.kv_k if settings.kv_k == settings.kv_v else f"{settings.kv_k},{settings.kv_v}",
+        flash_attention=flash.on,
+        flash_attention_reason=flash.reason,
+        threads=threads,
+        mode=proof.mode,
+        mode_reason=proof.reason,
+        head_room=proof.format.head_room if proof.format else PAGE,
+        block_tokens=proof.format.block_tokens if proof.format else 0,
+        stages=proof.stages,
+        openers=_openers(settings.turn_token, model, template),
+        has_chat_template=template.is_from_model,
+        load_s=time.perf_counter() - began,
+    )
+    return Served(
+        info=info, model=model, context=context, slots=slots, template=template, read_chunk=settings.read_chunk
+    )
+
+
+def _check(settings: EngineSettings) -> None:
+    most_slots = MAX_SEQUENCES - _RESERVED_SEQUENCES
+    if not 1 <= settings.slots <= most_slots:
+        raise ConfigError(f"--parallel {settings.slots} must lie in 1..{most_slots}.", field="--parallel")
+    if settings.context is not None and settings.context < 1:
+        raise ConfigError(f"--context {settings.context} must be at least 1.", field="--context")
+    if settings.read_chunk < 1:
+        raise ConfigError(f"a read chunk of {settings.read_chunk} tokens must be at least 1.", field="read_chunk")
+    if settings.flash_attention not in ("auto", "on", "off"):
+        raise ConfigError(
+            f"--flash-attention {settings.flash_attention} must be auto, on or off.", field="--flash-attention"
+        )
+    for kv_type in (settings.kv_k, settings.kv_v):
+        if kv_type not in KV_TYPES:
+            raise ConfigError(f"--kv {kv_type} must be one of {', '.join(KV_TYPES)}.", field="--kv")
+
+
+def _stage_ranges(stages: Sequence[int], n_layers: int) -> list[tuple[int, int]]:
+    """The layer range of each stage."""
+    if not stages:
+        return [(0, n_layers)]
+    if min(stages) < 1 or sum(stages) != n_layers:
+        text = ",".join(map(str, stages))
+        raise ConfigError(
+            f"--layer-split {text} must be positive numbers that add up to the model's {n_layers} layers.",
+            field="--layer-split",
+        )
+    return list(pairwise(accumulate(stages, initial=0)))
+
+
+def default_threads() -> int:
+    """The physical cores this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def _shape(settings: EngineSettings, threads: int, flash: FlashChoice, *, cells: int) -> ContextShape:
+    return ContextShape(
+        cells=cells,
+        sequences=settings.slots + _RESERVED_SEQUENCES,
+        batch=max(settings.read_chunk + settings.slots, _PROBE_BATCH),
+        threads=threads,
+        flash_attention=flash.on,
+        kv_k=settings.kv_k,
+        kv_v=settings.kv_v,
+    )
+
+
+def _default_context(model: Model, settings: EngineSettings, threads: int, flash: FlashChoice) -> int:
+    """The model's own context, capped so that the whole pool takes at most a quarter of the RAM."""
+    context = Context(model, _shape(settings, threads, flash, cells=MARGIN_CELLS))
+    try:
+        context.feed(0, [0] * 4, 0)
+        state, _ = recognise(context.state(0), context.layout)
+        per_token = token_bytes(state)
+    except BadState:
+        per_token = 0
+    finally:
+        context.close()
+    if not per_token:
+        return model.context_train
+    most = _physical_ram() // _POOL_SHARE // (settings.slots * per_token)
+    return min(model.context_train, max(_CONTEXT_STEP, most // _CONTEXT_STEP * _CONTEXT_STEP))
+
+
+def _physical_ram() -> int:
+    """Bytes of RAM this process may use at most: the machine's, or its control group's limit."""
+    total = int(psutil.virtual_memory().total)
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            total = min(total, int(limit.read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return total
+
+
+def _facts(model: Model, context: Context, proof: Proof, files: Sequence[GgufFile]) -> StateFacts:
+    long_rope = None
+    if any("rope_factors_long" in tensor.name for file in files for tensor in file.tensors):
+        architecture = model.metadata("general.architecture") or ""
+        original = model.metadata(f"{architecture}.rope.scaling.original_context_length")
+        long_rope = context.cells_per_sequence > int(original or model.context_train)
+    magic, version = STATE_VERSION
+    return StateFacts(
+        kv_k=context.shape.kv_k,
+        kv_v=context.shape.kv_v,
+        transposed_v=proof.transposed_v,
+        state_magic=magic,
+        state_version=version,
+        long_rope=long_rope,
+    )
+
+
+def _openers(turn_token: str, model: Model, template: ChatTemplate) -> tuple[int, ...]:
+    vocabulary = model.vocabulary
+    if turn_token == "none":
+        return ()
+    if turn_token == "auto":
+        found = find_openers(
+            lambda messages, prompt: template.render(messages, add_generation_prompt=prompt),
+            vocabulary.tokenize,
+            lambda token: vocabulary.is_marker(token) and token not in vocabulary.end_of_generation,
+            vocabulary.text_of(vocabulary.bos),
+        )
+        return tuple(sorted(found))
+    if turn_token.isdecimal() and int(turn_token) < vocabulary.n_tokens:
+        return (int(turn_token),)
+    raise ConfigError(
+        f"--turn-token {turn_token} must be auto, none or a token id below {vocabulary.n_tokens}.", field="--turn-token"
+    )

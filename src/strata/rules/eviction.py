@@ -1,0 +1,72 @@
+"""Which stored conversations of the last level go when its budget is short: oldest first, nothing leased.
+
+Pure: takes what the index knows, returns a plan; the cache executes it. Handing down is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from strata.types import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evictable:
+    """One stored conversation as the eviction rule sees it. `stamp_s`: when it was last written, seconds since 1970."""
+
+    serial: int
+    stamp_s: float
+    manifest_bytes: int
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """What to delete, and by how many bytes the level stays over its budget all the same."""
+
+    serials: tuple[int, ...]
+    keys: tuple[Key, ...]
+    freed_bytes: int
+    short_bytes: int
+
+
+def plan_eviction(
+    *,
+    conversations: Iterable[Evictable],
+    segment_bytes: Mapping[Key, int],
+    references: Mapping[Key, int],
+    leased: Collection[Key],
+    used_bytes: int,
+    need_bytes: int,
+    budget_bytes: int,
+) -> Eviction:
+    """Free bytes until used + need <= budget: unreferenced segments first, then whole conversations.
+
+    A segment goes with the last conversation that names it. A conversation is spared while a segment that only it
+    names is leased (being read or written). Order: oldest stamp first, ties by serial.
+    """
+    excess = used_bytes + need_bytes - budget_bytes
+    serials: list[int] = []
+    keys: list[Key] = []
+    freed = 0
+    if excess > 0:
+        for key, n_bytes in segment_bytes.items():
+            if freed >= excess:
+                break
+            if not references.get(key) and key not in leased:
+                keys.append(key)
+                freed += n_bytes
+    remaining: dict[Key, int] = {}
+    for entry in sorted(conversations, key=lambda e: (e.stamp_s, e.serial)) if freed < excess else ():
+        if freed >= excess:
+            break
+        last = [key for key in entry.keys if key in segment_bytes and remaining.get(key, references[key]) == 1]
+        if any(key in leased for key in last):
+            continue
+        for key in entry.keys:
+            remaining[key] = remaining.get(key, references.get(key, 0)) - 1
+        serials.append(entry.serial)
+        keys.extend(last)
+        freed += entry.manifest_bytes + sum(segment_bytes[key] for key in last)
+    return Eviction(serials=tuple(serials), keys=tuple(keys), freed_bytes=freed, short_bytes=max(0, excess - freed))

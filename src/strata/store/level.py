@@ -1,0 +1,328 @@
+"""One directory of a level: publish, drop, quarantine, scan, read.
+
+Covers the order in which files become durable (DESIGN §5.3) and the account of what the directory takes on disk. The
+directory belongs to this Level until `close`: it holds the lock. It does not decide what is kept or dropped, counts no
+references, and starts no thread.
+
+Writing (`write_segment` to `quarantine_manifest`) belongs to one thread. Reading (`read_header`, `read_block`) shares
+no mutable state and may happen on any thread at the same time; a file that is dropped meanwhile is read to its end or
+is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata.errors import DamagedFile
+from strata.store.filesystem import Buffer, Filesystem, Lock
+from strata.store.format import Manifest, SegmentHeader, decode_header, digest, encode_header, encode_manifest
+from strata.store.fs import Disk, aligned_buffer
+from strata.store.names import MAX_STAGES, QUARANTINED, SEGMENT_DIR, TEMPORARY, manifest_name, segment_path, serial_in
+from strata.store.scan import Scan, Walk, read_scan, walk
+from strata.types import PAGE, Key, pad_to_page
+
+_ZEROS = bytes(PAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingFile:
+    """A segment file that is written under a temporary name and not published yet."""
+
+    temporary: str
+    final: str
+    size: int
+
+
+@dataclass(slots=True)
+class WriteCounts:
+    """Monotonic counts of what this Level did to the disk; kept by the writing thread, read by any."""
+
+    bytes_written: int = 0
+    files_written: int = 0
+    fsyncs: int = 0
+
+
+class _Account:
+    """What each file takes on disk. The one place where `used_bytes` changes."""
+
+    def __init__(self, files: dict[str, int]) -> None:
+        self._files = files
+        self.used_bytes = sum(files.values())
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._files
+
+    def of(self, path: str) -> int:
+        return self._files.get(path, 0)
+
+    def set(self, path: str, allocated_bytes: int) -> None:
+        self.used_bytes += allocated_bytes - self._files.get(path, 0)
+        self._files[path] = allocated_bytes
+
+    def drop(self, path: str) -> int:
+        """Forget a file; returns what it took."""
+        allocated = self._files.pop(path, 0)
+        self.used_bytes -= allocated
+        return allocated
+
+
+class Level:
+    """The files of one directory. Get one from `Level.open`."""
+
+    def __init__(self, root: Path, name: str, fs: Filesystem, lock: Lock) -> None:
+        self.root = root
+        self.name = name
+        self.counts = WriteCounts()
+        self._fs = fs
+        self._lock = lock
+        self._account = _Account({})
+        self._serial = 0
+        self._temporaries = itertools.count()
+        self._header_page = aligned_buffer(PAGE)
+
+    @classmethod
+    def open(cls, root: Path, *, name: str = "cold", fs: Filesystem | None = None) -> Level:
+        """Make the directory if it is missing, lock it, and list it. Changes no file that is there.
+
+        Raises LevelError, naming the path and a remedy, when it cannot be used or another process uses it.
+        """
+        fs = fs or Disk()
+        fs.make_dir(root)
+        lock = fs.lock(root)
+        try:
+            fs.make_dir(root / SEGMENT_DIR)
+            level = cls(root, name, fs, lock)
+            level._walk()
+        except BaseException:
+            lock.release()
+            raise
+        return level
+
+    def __repr__(self) -> str:
+        return f"Level({self.name!r}, {str(self.root)!r}, {self.used_bytes} bytes)"
+
+    @property
+    def used_bytes(self) -> int:
+        """What the files in the directory take on disk, as far as this process knows; see `usage`."""
+        return self._account.used_bytes
+
+    def usage(self) -> int:
+        """The same by walking the directory, as `du` does."""
+        return walk(self._fs, self.root).used_bytes
+
+    def free_bytes(self) -> int:
+        """Free space on the volume."""
+        return self._fs.free_bytes(self.root)
+
+    def next_serial(self) -> int:
+        """A serial above every one seen in the directory or given out before."""
+        self._serial += 1
+        return self._serial
+
+    def scan(self, identity: bytes) -> Scan:
+        """Read every manifest and sort what is there. Deletes nothing. OSError when the directory cannot be listed."""
+        found = self._walk()
+        return read_scan(self._fs, self.root, found, identity)
+
+    def close(self) -> None:
+        """Give up the lock; the files stay."""
+        self._lock.release()
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def write_segment(self, header: SegmentHeader, payloads: Sequence[memoryview]) -> PendingFile:
+        """Write one stage of a segment under a temporary name: `publish` it, or `discard` it.
+
+        `header` is what `plan_segment` gave; the digests are filled in here. One payload per block, at least as long as
+        its entry says. A writable payload of whole pages that starts at a page goes to disk as it is (O_DIRECT); the
+        bytes behind its length are set to zero.
+        """
+        final = segment_path(header.key, header.stage)
+        self._fs.make_dir((self.root / final).parent)
+        buffers, digests = [self._header_page], []
+        for block, payload in zip(header.blocks, payloads, strict=True):
+            if len(payload) < block.length:
+                raise ValueError(f"a payload of {len(payload)} bytes for a block of {block.length}")
+            digests.append(digest(payload[: block.length]))
+            buffers += _padded(payload, block.length)
+        self._header_page[:] = encode_header(header.with_digests(digests))
+        temporary = self._temporary(final)
+        size = self._write(temporary, buffers)
+        return PendingFile(temporary=temporary, final=final, size=size)
+
+    def publish(self, pending: Sequence[PendingFile]) -> None:
+        """Make segment files durable under their final names: all fsyncs, all renames, then each folder once."""
+        for file in pending:
+            self._fsync(file.temporary)
+        for file in pending:
+            self._rename(file.temporary, file.final)
+        for folder in sorted({file.final.rpartition("/")[0] for file in pending}):
+            self._sync_dir(folder)
+
+    def discard(self, pending: Iterable[PendingFile]) -> None:
+        """Remove what is still under a temporary name. Best effort: what stays is counted by the next scan."""
+        for file in pending:
+            with suppress(OSError):
+                self._unlink(file.temporary)
+
+    def put_manifest(self, manifest: Manifest) -> int:
+        """Commit: its segments must be published. Returns what the file takes on disk, once it is durable.
+
+        A manifest of the same serial is replaced. When this fails, the one there before is still there, or its newer
+        version is.
+        """
+        name = manifest_name(manifest.serial)
+        is_new = name not in self._account
+        temporary = self._temporary(name)
+        try:
+            self._write(temporary, [encode_manifest(manifest)])
+            self._fsync(temporary)
+            self._rename(temporary, name)
+            self._sync_dir("")
+        except OSError:
+            for leftover in (temporary, name) if is_new else (temporary,):
+                with suppress(OSError):
+                    self._unlink(leftover)
+            raise
+        self._serial = max(self._serial, manifest.serial)
+        return self._account.of(name)
+
+    def drop(self, serials: Iterable[int], keys: Iterable[Key]) -> int:
+        """Remove manifests, durably, and then segments that nothing else names; returns the bytes freed.
+
+        A power cut may bring back a segment (as an orphan), never a manifest without its segments.
+        """
+        freed = 0
+        names = [manifest_name(serial) for serial in serials]
+        for name in names:
+            freed += self._unlink(name)
+        if names:
+            self._sync_dir("")
+        for key in keys:
+            freed += sum(self._unlink(path) for path in self._paths_of(key))
+        return freed
+
+    def remove_temporaries(self, scan: Scan) -> int:
+        """Remove what dead writers left; for the time between the scan and the first write. Returns the bytes freed."""
+        return sum(self._unlink(path) for path in scan.temporary)
+
+    def quarantine_segment(self, key: Key, stage: int) -> bool:
+        """Set a damaged segment file aside; False when it is not there."""
+        return self._set_aside(segment_path(key, stage))
+
+    def quarantine_manifest(self, serial: int) -> bool:
+        """Set a damaged manifest aside; False when it is not there."""
+        return self._set_aside(manifest_name(serial))
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read_header(self, key: Key, stage: int) -> SegmentHeader:
+        """A segment file's header, checked against its name and size. DamagedFile, or OSError (FileNotFoundError)."""
+        path = self.root / segment_path(key, stage)
+        page = aligned_buffer(PAGE)
+        with _damage_in(path):
+            self._fs.read_into(path, 0, page)
+            header = decode_header(page)
+            if (header.key, header.stage) != (key, stage):
+                raise DamagedFile("key: the file holds another segment or stage than its name says", field="key")
+            size = self._fs.stat(path).size
+            if size != header.file_bytes:
+                raise DamagedFile(f"size: {size} bytes instead of {header.file_bytes}", field="size")
+        return header
+
+    def read_block(self, header: SegmentHeader, index: int, view: memoryview) -> None:
+        """Read the payload of one block into `view` and verify it. DamagedFile, or OSError (FileNotFoundError).
+
+        A view of whole pages that starts at a page is read with O_DIRECT; its padding is overwritten.
+        """
+        block = header.blocks[index]
+        if len(view) < block.length:
+            raise ValueError(f"a view of {len(view)} bytes for a block of {block.length}")
+        path = self.root / segment_path(header.key, header.stage)
+        padded = pad_to_page(block.length)
+        with _damage_in(path):
+            self._fs.read_into(path, block.offset, view[: padded if len(view) >= padded else block.length])
+            if digest(view[: block.length]) != block.digest:
+                raise DamagedFile(f"digest: block {index} does not match it", field="digest")
+
+    # ----------------------------------------------------------------------------- one file, on disk and in the account
+
+    def _walk(self) -> Walk:
+        found = walk(self._fs, self.root)
+        self._account = _Account({path: entry.allocated_bytes for path, entry in found.files.items()})
+        seen = (serial_in(path) for path in (*found.files, *found.misplaced))
+        self._serial = max(self._serial, *seen, 0)
+        return found
+
+    def _paths_of(self, key: Key) -> list[str]:
+        return [path for stage in range(MAX_STAGES) if (path := segment_path(key, stage)) in self._account]
+
+    def _temporary(self, final: str) -> str:
+        return f"{final}.{os.getpid()}-{next(self._temporaries)}{TEMPORARY}"
+
+    def _write(self, path: str, buffers: Sequence[Buffer]) -> int:
+        size = self._fs.write(self.root / path, buffers)
+        self._account.set(path, self._fs.stat(self.root / path).allocated_bytes)
+        self.counts.bytes_written += size
+        self.counts.files_written += 1
+        return size
+
+    def _fsync(self, path: str) -> None:
+        self._fs.fsync(self.root / path)
+        self.counts.fsyncs += 1
+
+    def _sync_dir(self, path: str) -> None:
+        self._fs.sync_dir(self.root / path)
+        self.counts.fsyncs += 1
+
+    def _rename(self, src: str, dst: str) -> None:
+        try:
+            self._fs.replace(self.root / src, self.root / dst)
+        except IsADirectoryError:
+            self._set_aside(dst)
+            self._fs.replace(self.root / src, self.root / dst)
+        self._account.drop(src)
+        self._account.set(dst, self._fs.stat(self.root / dst).allocated_bytes)
+
+    def _unlink(self, path: str) -> int:
+        """Remove a file that may be gone already; returns what it took."""
+        with suppress(FileNotFoundError):
+            self._fs.unlink(self.root / path)
+        return self._account.drop(path)
+
+    def _set_aside(self, path: str) -> bool:
+        names = (f"{path}.{n}{QUARANTINED}" for n in itertools.count())
+        target = next(name for name in names if name not in self._account)
+        try:
+            self._fs.replace(self.root / path, self.root / target)
+        except FileNotFoundError:
+            return False
+        self._account.set(target, self._account.drop(path))
+        self._sync_dir(path.rpartition("/")[0])
+        return True
+
+
+def _padded(payload: memoryview, length: int) -> list[memoryview]:
+    """The payload as whole pages whose rest is zero: another conversation's bytes may lie in the padding."""
+    padded = pad_to_page(length)
+    rest = memoryview(_ZEROS)[: padded - length]
+    if len(payload) < padded or payload.readonly:
+        return [payload[:length], rest]
+    payload[length:padded] = rest
+    return [payload[:padded]]
+
+
+@contextmanager
+def _damage_in(path: Path) -> Iterator[None]:
+    """Name the file in what its decoder says."""
+    try:
+        yield
+    except DamagedFile as error:
+        if str(path) in error.message:
+            raise
+        raise DamagedFile(f"{path}: {error.message}", field=error.field) from error

@@ -1,0 +1,59 @@
+"""Names of the files in a level's directory, and back: pure.
+
+Covers final names, and the suffixes that a temporary or quarantined file carries behind its final name. It does not say
+which files exist.
+"""
+
+from __future__ import annotations
+
+import re
+
+from strata.types import Key
+
+SEGMENT_DIR = "seg"
+CHOICES_NAME = "strata-choices.json"
+TEMPORARY = ".tmp"
+QUARANTINED = ".bad"
+MAX_STAGES = 64
+MAX_SERIAL = (1 << 53) - 1
+"""The largest integer that every JSON reader keeps exact."""
+
+_MANIFEST = re.compile(r"strata-conv-(\d{8,16})\.meta")
+_SEGMENT = re.compile(r"([0-9a-f]{64})\.s(\d{1,2})\.seg")
+
+
+def manifest_name(serial: int) -> str:
+    return f"strata-conv-{serial:08d}.meta"
+
+
+def parse_manifest_name(name: str) -> int | None:
+    """The serial, or None when `name` is not exactly what `manifest_name` gives for one."""
+    serial = serial_in(name)
+    return serial if 0 < serial <= MAX_SERIAL and manifest_name(serial) == name else None
+
+
+def serial_in(name: str) -> int:
+    """The serial of a manifest's final, temporary or quarantined name; 0 for any other name."""
+    found = _MANIFEST.match(name)
+    return int(found[1]) if found else 0
+
+
+def segment_path(key: Key, stage: int) -> str:
+    """Relative to the level's directory, with forward slashes."""
+    name = key.hex()
+    return f"{SEGMENT_DIR}/{name[:2]}/{name}.s{stage}.seg"
+
+
+def parse_segment_name(name: str) -> tuple[Key, int] | None:
+    """Key and stage of a file name without its directories, or None when it is not exactly a segment's."""
+    found = _SEGMENT.fullmatch(name)
+    if found is None:
+        return None
+    key, stage = Key(bytes.fromhex(found[1])), int(found[2])
+    return (key, stage) if stage < MAX_STAGES and segment_path(key, stage).endswith("/" + name) else None
+
+
+def parse_segment_path(path: str) -> tuple[Key, int] | None:
+    """Like `parse_segment_name`, for a path relative to the level's directory, which must be the right one."""
+    parsed = parse_segment_name(path.rpartition("/")[2])
+    return parsed if parsed is not None and segment_path(*parsed) == path else None

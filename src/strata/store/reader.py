@@ -1,0 +1,164 @@
+"""The threads that read from one level.
+
+Covers reading and verifying headers and blocks off the event loop. Every job answers with a value, never with an
+exception: what was read, or that it is damaged, missing or unreadable. It repairs and quarantines nothing, and decides
+no order: blocks may be read several at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from strata.errors import DamagedFile
+from strata.store.format import SegmentHeader
+from strata.store.level import Level
+from strata.types import Key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The block lies in the view, and its digest holds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """The file is there and wrong: quarantine it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """There is no such file."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """The operating system refused; that says nothing about the file."""
+
+    reason: str
+    errno: int | None = None
+
+
+NotRead = Damaged | Missing | Unreadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderStatistics:
+    """Monotonic."""
+
+    headers: int
+    blocks: int
+    bytes_read: int
+    failures: int
+    seconds: float  # summed over the threads
+
+
+T = TypeVar("T")
+
+
+class Reader:
+    """Jobs may finish in any order. The threads exist from the first job on."""
+
+    def __init__(self, level: Level, threads: int = 2) -> None:
+        self._level = level
+        self._threads = threads
+        self._lock = threading.Lock()  # guards everything below
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+        self._headers = self._blocks = self._bytes = self._failures = 0
+        self._seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"Reader({self._level.name!r}, {self.statistics()})"
+
+    def statistics(self) -> ReaderStatistics:
+        with self._lock:
+            return ReaderStatistics(
+                headers=self._headers,
+                blocks=self._blocks,
+                bytes_read=self._bytes,
+                failures=self._failures,
+                seconds=self._seconds,
+            )
+
+    def header(self, key: Key, stage: int) -> Future[SegmentHeader | NotRead]:
+        """The header of a segment file (see `Level.read_header`)."""
+
+        def work() -> SegmentHeader:
+            header = self._level.read_header(key, stage)
+            with self._lock:
+                self._headers += 1
+            return header
+
+        return self._submit(work)
+
+    def block(self, header: SegmentHeader, index: int, view: memoryview) -> Future[Loaded | NotRead]:
+        """Read and verify one block (see `Level.read_block`). The view must stay alive until the future is done."""
+
+        def work() -> Loaded:
+            started = time.monotonic()
+            self._level.read_block(header, index, view)
+            with self._lock:
+                self._blocks += 1
+                self._bytes += header.blocks[index].length
+            return Loaded(seconds=time.monotonic() - started)
+
+        return self._submit(work)
+
+    def close(self) -> None:
+        """Finish the jobs that wait and end the threads."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T | NotRead]:
+        future: Future[T | NotRead] = Future()
+        future.set_running_or_notify_cancel()  # the view is written to until the job is done
+
+        def job() -> None:
+            started = time.monotonic()
+            outcome: T | NotRead
+            failed = 0
+            try:
+                outcome = work()
+            except Exception as error:  # the seam of these threads: whatever happens is an outcome
+                outcome, failed = _not_read(error), 1
+            with self._lock:
+                self._failures += failed
+                self._seconds += time.monotonic() - started
+            future.set_result(outcome)
+
+        with self._lock:
+            if self._closed:
+                future.set_result(Unreadable(reason="the reader is closed"))
+                return future
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, f"reader-{self._level.name}")
+            self._pool.submit(job)
+        return future
+
+
+def _not_read(error: Exception) -> NotRead:
+    if isinstance(error, DamagedFile):
+        return Damaged(reason=error.message)
+    if isinstance(error, FileNotFoundError):
+        return Missing(reason=str(error))
+    if isinstance(error, OSError):
+        return Unreadable(reason=str(error), errno=error.errno)
+    log.error("a job of the reader broke", exc_info=error)
+    return Unreadable(reason=repr(error))

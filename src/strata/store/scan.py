@@ -1,0 +1,208 @@
+"""What is in a level's directory: a walk, and its reading as manifests and segments.
+
+Covers recognising every file by name and kind, decoding the manifests, and telling whole conversations from stale,
+foreign and orphaned ones. It never changes anything on disk, and does not open segment files: their headers and digests
+are checked when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strata.errors import DamagedFile
+from strata.store.filesystem import LOCK_NAME, Entry, Filesystem
+from strata.store.format import MAX_MANIFEST_BYTES, Manifest, decode_manifest, segment_file_bytes
+from strata.store.names import CHOICES_NAME, QUARANTINED, TEMPORARY, parse_manifest_name, parse_segment_path, serial_in
+from strata.types import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """Every file below a level's directory, by path relative to it, and the directories that bear a file's name."""
+
+    files: Mapping[str, Entry]
+    misplaced: tuple[str, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        """What `du` counts for the files."""
+        return sum(entry.allocated_bytes for entry in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentFiles:
+    """The files of one segment: (stage, size) in order, and what they take on disk."""
+
+    sizes: tuple[tuple[int, int], ...]
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A conversation of this identity that is whole, as far as names and sizes tell."""
+
+    manifest: Manifest
+    allocated_bytes: int  # of the manifest file alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A conversation of another identity: no hit, but it takes space and may be dropped like any other."""
+
+    serial: int
+    stamp_s: float
+    keys: tuple[Key, ...]
+    allocated_bytes: int  # of the manifest file alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stale:
+    """A manifest that cannot be served whole. `manifest` is None when it could not be decoded."""
+
+    serial: int
+    reason: str
+    manifest: Manifest | None
+    allocated_bytes: int  # of the manifest file alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What a level's directory held when it was scanned."""
+
+    manifests: tuple[Stored, ...]  # oldest stamp first, ties by serial
+    foreign: tuple[Foreign, ...]  # in the same order
+    stale: tuple[Stale, ...]  # by serial
+    segments: Mapping[Key, SegmentFiles]
+    orphans: tuple[Key, ...]  # segments that no readable manifest names
+    temporary: tuple[str, ...]  # paths relative to the level's directory, as in the next two
+    bad: tuple[str, ...]
+    other: tuple[str, ...]
+    used_bytes: int
+
+    def __repr__(self) -> str:
+        counts = ("manifests", "foreign", "stale", "segments", "orphans", "temporary", "bad", "other")
+        return f"Scan({', '.join(f'{name} {len(getattr(self, name))}' for name in counts)}, {self.used_bytes} bytes)"
+
+
+def walk(fs: Filesystem, root: Path) -> Walk:
+    """List every file below `root`, not following links. Names that vanish meanwhile are left out."""
+    files: dict[str, Entry] = {}
+    misplaced: list[str] = []
+    waiting = [""]
+    while waiting:
+        below = waiting.pop()
+        try:
+            entries = fs.entries(root / below)
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            path = below + entry.name
+            if entry.kind != "dir":
+                files[path] = entry
+                continue
+            waiting.append(path + "/")
+            if parse_manifest_name(path) or parse_segment_path(path):
+                misplaced.append(path)
+    return Walk(files=files, misplaced=tuple(misplaced))
+
+
+def read_scan(fs: Filesystem, root: Path, found: Walk, identity: bytes) -> Scan:
+    """Sort what a walk found: see `Scan`. Reads the manifests, nothing else."""
+    groups = _group(found)
+    segments = _segment_files(found, groups.segments)
+    manifests: list[Stored] = []
+    foreign: list[Foreign] = []
+    stale: list[Stale] = []
+    named: set[Key] = set()
+    for path in groups.manifests:
+        serial, allocated = serial_in(path), found.files[path].allocated_bytes
+        read = _read_manifest(fs, root / path, serial)
+        if isinstance(read, str):
+            stale.append(Stale(serial=serial, reason=read, manifest=None, allocated_bytes=allocated))
+            continue
+        named.update(read.keys)
+        problem = _incomplete(read, segments)
+        if problem:
+            stale.append(Stale(serial=serial, reason=problem, manifest=read, allocated_bytes=allocated))
+        elif read.identity != identity:
+            foreign.append(Foreign(serial=serial, stamp_s=read.stamp_s, keys=read.keys, allocated_bytes=allocated))
+        else:
+            manifests.append(Stored(manifest=read, allocated_bytes=allocated))
+    return Scan(
+        manifests=tuple(sorted(manifests, key=lambda stored: (stored.manifest.stamp_s, stored.manifest.serial))),
+        foreign=tuple(sorted(foreign, key=lambda entry: (entry.stamp_s, entry.serial))),
+        stale=tuple(sorted(stale, key=lambda entry: entry.serial)),
+        segments=segments,
+        orphans=tuple(sorted(segments.keys() - named)),
+        temporary=tuple(groups.temporary),
+        bad=tuple(groups.bad),
+        other=tuple(groups.other),
+        used_bytes=found.used_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Groups:
+    """Paths by what their names say they are."""
+
+    manifests: list[str] = field(default_factory=list)
+    segments: list[tuple[Key, int, str]] = field(default_factory=list)
+    temporary: list[str] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+
+def _group(found: Walk) -> _Groups:
+    groups = _Groups()
+    groups.other.extend(found.misplaced)
+    for path, entry in found.files.items():
+        segment = parse_segment_path(path)
+        if segment is not None and entry.kind == "file":
+            groups.segments.append((*segment, path))
+        elif parse_manifest_name(path):
+            groups.manifests.append(path)
+        elif path.endswith(TEMPORARY):
+            groups.temporary.append(path)
+        elif path.endswith(QUARANTINED):
+            groups.bad.append(path)
+        elif path not in (LOCK_NAME, CHOICES_NAME):
+            groups.other.append(path)
+    return groups
+
+
+def _segment_files(found: Walk, segments: Sequence[tuple[Key, int, str]]) -> dict[Key, SegmentFiles]:
+    files: dict[Key, list[tuple[int, Entry]]] = {}
+    for key, stage, path in segments:
+        files.setdefault(key, []).append((stage, found.files[path]))
+    result = {}
+    for key, stages in files.items():
+        sizes = tuple(sorted((stage, entry.size) for stage, entry in stages))
+        result[key] = SegmentFiles(sizes=sizes, allocated_bytes=sum(entry.allocated_bytes for _, entry in stages))
+    return result
+
+
+def _read_manifest(fs: Filesystem, path: Path, serial: int) -> Manifest | str:
+    """The manifest, or why it cannot be used."""
+    try:
+        manifest = decode_manifest(fs.read(path, MAX_MANIFEST_BYTES))
+    except (DamagedFile, OSError) as error:
+        return str(error)
+    if manifest.serial != serial:
+        return f"serial: the file is named {serial}, its content says {manifest.serial}"
+    return manifest
+
+
+def _incomplete(manifest: Manifest, segments: Mapping[Key, SegmentFiles]) -> str:
+    """Why a manifest's segments do not make it whole; empty when they do."""
+    for i, segment in enumerate(manifest.segments):
+        where = f"segment {i} of {len(manifest.keys)}"
+        files = segments.get(segment.key)
+        if files is None:
+            return f"{where} is missing"
+        n_tokens, block_tokens = segment.n_tokens, manifest.block_tokens
+        sizes = (segment_file_bytes(shape, 0, n_tokens, block_tokens) for shape in manifest.stages)
+        if files.sizes != tuple(enumerate(sizes)):
+            return f"{where} has the wrong size or number of stages"
+    return ""

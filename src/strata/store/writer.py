@@ -1,0 +1,289 @@
+"""The thread that writes to one level.
+
+Covers the order of jobs, the files that belong to one ticket (one park), and outcomes: every job answers with a
+value, never with an exception. A failure (a full disk, an I/O error) is counted and shown in `state`; the next job
+tries again.
+
+It does not bound how much waits (the payloads lie in the arena, which is bounded), and decides nothing: what to write
+and what to drop is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from strata.errors import StrataError
+from strata.store.format import Manifest, SegmentHeader
+from strata.store.level import Level, PendingFile
+from strata.store.scan import Scan
+from strata.types import Key
+
+log = logging.getLogger(__name__)
+
+OK = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A segment file is written, under a temporary name."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The conversation is durable. `manifest_bytes`: what the manifest takes on disk."""
+
+    manifest_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """The files are gone; `bytes` were freed."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """The file is set aside, or was not there any more (`found` False)."""
+
+    found: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """The ticket's temporary files are removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Nothing was acknowledged. `errno` is set when the operating system refused.
+
+    After a failed commit, segments of the ticket may be complete on disk all the same: drop those of `left` that no
+    manifest names.
+    """
+
+    reason: str
+    errno: int | None = None
+    left: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterStatistics:
+    """Monotonic, except for the two `waiting_`."""
+
+    bytes_written: int
+    files_written: int
+    fsyncs: int
+    failures: int
+    seconds: float  # spent working
+    waiting_jobs: int
+    waiting_bytes: int
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """The segment files of one park, not published yet. Once one failed, the park cannot be committed."""
+
+    files: list[PendingFile] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
+    failed: Failed | None = None
+
+
+T = TypeVar("T")
+
+
+class Writer:
+    """Jobs run in the order they were given. Every method but `flush` and `close` returns at once."""
+
+    def __init__(self, level: Level) -> None:
+        self._level = level
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tickets: dict[int, _Ticket] = {}  # touched by the thread alone
+        self._lock = threading.Lock()  # guards the rest, and the order of the queue's end
+        self._closed = False
+        self._state = OK
+        self._failures = 0
+        self._seconds = 0.0
+        self._waiting_jobs = 0
+        self._waiting_bytes = 0
+        self._thread = threading.Thread(target=self._run, name=f"writer-{level.name}", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Writer({self._level.name!r}, {self._state!r}, {self.statistics()})"
+
+    @property
+    def state(self) -> str:
+        """`OK`, or "failing: <reason>" from a failed write until the next one that succeeds."""
+        return self._state
+
+    def statistics(self) -> WriterStatistics:
+        counts = self._level.counts
+        with self._lock:
+            return WriterStatistics(
+                bytes_written=counts.bytes_written,
+                files_written=counts.files_written,
+                fsyncs=counts.fsyncs,
+                failures=self._failures,
+                seconds=self._seconds,
+                waiting_jobs=self._waiting_jobs,
+                waiting_bytes=self._waiting_bytes,
+            )
+
+    def write_segment(
+        self, ticket: int, header: SegmentHeader, payloads: tuple[memoryview, ...]
+    ) -> Future[Written | Failed]:
+        """Write one stage of a segment for `ticket` (see `Level.write_segment`). The payloads are in use until done."""
+
+        def work() -> Written | Failed:
+            entry = self._tickets.setdefault(ticket, _Ticket())
+            if entry.failed is not None:
+                return entry.failed
+            entry.keys.append(header.key)
+            entry.files.append(self._level.write_segment(header, payloads))
+            return Written(bytes=entry.files[-1].size)
+
+        def undo(failed: Failed) -> Failed:
+            entry = self._tickets[ticket]
+            self._level.discard(entry.files)
+            entry.files.clear()
+            entry.failed = failed
+            return failed
+
+        n_bytes = sum(block.length for block in header.blocks)
+        return self._submit(work, undo, n_bytes=n_bytes, proves_disk=True)
+
+    def commit(self, ticket: int, manifest: Manifest) -> Future[Committed | Failed]:
+        """Make the ticket's segments durable, then the manifest. Fails if a segment failed. Ends the ticket."""
+        entry = _Ticket()
+
+        def work() -> Committed | Failed:
+            nonlocal entry
+            started = time.monotonic()
+            entry = self._tickets.pop(ticket, entry)
+            if entry.failed is not None:
+                return entry.failed
+            self._level.publish(entry.files)
+            size = self._level.put_manifest(manifest)
+            return Committed(manifest_bytes=size, seconds=time.monotonic() - started)
+
+        def undo(failed: Failed) -> Failed:
+            self._level.discard(entry.files)
+            return replace(failed, left=tuple(dict.fromkeys(entry.keys)))
+
+        return self._submit(work, undo, proves_disk=True)
+
+    def abandon(self, ticket: int) -> Future[Abandoned | Failed]:
+        """Remove the ticket's temporary files. Ends the ticket."""
+
+        def work() -> Abandoned:
+            self._level.discard(self._tickets.pop(ticket, _Ticket()).files)
+            return Abandoned()
+
+        return self._submit(work)
+
+    def drop(self, serials: Sequence[int], keys: Sequence[Key]) -> Future[Dropped | Failed]:
+        """Remove manifests, then segments (see `Level.drop`)."""
+        return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys)))
+
+    def remove_temporaries(self, scan: Scan) -> Future[Dropped | Failed]:
+        """Remove what dead writers left behind; give it before the first write."""
+        return self._submit(lambda: Dropped(bytes=self._level.remove_temporaries(scan)))
+
+    def quarantine(self, key: Key, stage: int) -> Future[Quarantined | Failed]:
+        """Set a damaged segment file aside."""
+        return self._submit(lambda: Quarantined(found=self._level.quarantine_segment(key, stage)))
+
+    def quarantine_manifest(self, serial: int) -> Future[Quarantined | Failed]:
+        """Set a damaged manifest aside."""
+        return self._submit(lambda: Quarantined(found=self._level.quarantine_manifest(serial)))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every job given so far is done; False when that took longer than `timeout` seconds."""
+        try:
+            self._submit(lambda: None).result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Take no more jobs, finish those that wait, end the thread; False if it still runs after `timeout` seconds."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _submit(
+        self,
+        work: Callable[[], T | Failed],
+        undo: Callable[[Failed], Failed] | None = None,
+        *,
+        n_bytes: int = 0,
+        proves_disk: bool = False,
+    ) -> Future[T | Failed]:
+        """Queue `work`. When it raises, `undo` cleans up and completes the outcome."""
+        future: Future[T | Failed] = Future()
+        future.set_running_or_notify_cancel()  # from here on nobody can cancel it: files are at stake
+
+        def job() -> None:
+            started = time.monotonic()
+            try:
+                outcome, failed = work(), None
+            except Exception as error:  # the seam of this thread: whatever happens is an outcome
+                failed = _failed(error)
+                outcome = undo(failed) if undo else failed
+            healthy = proves_disk and not isinstance(outcome, Failed)
+            self._finish(failed, time.monotonic() - started, n_bytes, healthy=healthy)
+            future.set_result(outcome)
+
+        with self._lock:
+            if self._closed:
+                future.set_result(Failed(reason="the writer is closed"))
+                return future
+            self._waiting_jobs += 1
+            self._waiting_bytes += n_bytes
+            self._jobs.put(job)
+        return future
+
+    def _finish(self, failed: Failed | None, seconds: float, n_bytes: int, *, healthy: bool) -> None:
+        with self._lock:
+            self._waiting_jobs -= 1
+            self._waiting_bytes -= n_bytes
+            self._seconds += seconds
+            before = self._state
+            if failed is not None:
+                self._failures += 1
+                self._state = f"failing: {failed.reason}"
+            elif healthy:
+                self._state = OK
+        if self._state != before:
+            log.warning("writer of the %s level: %s", self._level.name, self._state)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # or its payloads would stay in use until the next job comes
+        for ticket in self._tickets.values():
+            self._level.discard(ticket.files)
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, OSError):
+        return Failed(reason=str(error), errno=error.errno)
+    if isinstance(error, StrataError):
+        cause = error.__cause__
+        return Failed(reason=error.message, errno=cause.errno if isinstance(cause, OSError) else None)
+    log.error("a job of the writer broke", exc_info=error)
+    return Failed(reason=repr(error))

@@ -1,0 +1,71 @@
+"""The web application: routes, keys and error shapes put together; and the doorway that answers while a model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.types import Receive, Scope, Send
+
+import strata
+from strata.web.admin import admin_routes
+from strata.web.answers import Limits
+from strata.web.auth import KeyGate
+from strata.web.bodies import ChatBody, TextBody
+from strata.web.errors import error_content, install_error_handlers, json_response
+from strata.web.exchange import Exchanges, ServerSeam
+from strata.web.openai import openai_routes
+
+
+def create_app(server: ServerSeam, keys: Sequence[str] = (), *, limits: Limits | None = None) -> FastAPI:
+    """The application around a started server. With `keys`, every route but /health needs one of them."""
+    app = FastAPI(title="Strata", version=strata.__version__, redoc_url=None, redirect_slashes=False)
+    app.state.exchanges = Exchanges(server)
+    app.include_router(openai_routes(server, app.state.exchanges, limits or Limits()))
+    app.include_router(admin_routes(server))
+    install_error_handlers(app)
+    if keys:
+        app.add_middleware(KeyGate, keys=keys)
+    _describe_bodies(app)
+    return app
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Adds the request bodies, which are validated outside FastAPI, to the OpenAPI page."""
+    bodies = [(ChatBody, "validation"), (TextBody, "validation")]
+    _, schema = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        page = original()
+        page.setdefault("components", {}).setdefault("schemas", {}).update(schema["$defs"])
+        return page
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+class Doorway:
+    """The ASGI application from the first moment on: 503 with what is being done, until `open()` has the real one."""
+
+    def __init__(self) -> None:
+        self.doing = "starting"
+        self._app: FastAPI | None = None
+
+    def open(self, app: FastAPI) -> None:
+        self._app = app
+
+    def cut_off_answers(self) -> None:
+        """Ends every answer in progress with an error that says the server stops."""
+        if self._app is not None:
+            self._app.state.exchanges.cut_off()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            content = error_content(503, f"the server is not ready yet: {self.doing}", code="loading")
+            await json_response(content, 503, {"retry-after": "2"})(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013})

@@ -19,9 +19,10 @@ from strata.engine.protocol import Engine
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, NotRead, Reader
-from strata.types import Key, Span, Tokens
+from strata.types import MIB, Key, Span, Tokens
 
-READ_AHEAD_BLOCKS = 4
+READ_AHEAD_BYTES = 64 * MIB
+"""Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,8 @@ class Restoring:
         self._reader = reader
         self._blocks = blocks
         self._slot = slot
+        block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
+        self._window = min(16, max(2, READ_AHEAD_BYTES // block_bytes))
 
     async def run(self, match: Match, keep: int) -> Restored:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
@@ -121,30 +124,45 @@ class Restoring:
     # -------------------------------------------------------------------------------------------------------- blocks
 
     async def _apply_all(self, plan: list[_Block], keep: int, upto: int) -> tuple[int, int, BadSegment | None]:
-        """Positions held, payload bytes applied, and what ended it early."""
-        held, n_bytes = keep, 0
-        ahead: deque[tuple[_Block, asyncio.Task[tuple[Span, ...] | BadSegment]]] = deque()
+        """Positions held, payload bytes applied, and what ended it early.
+
+        Applies are sent in order without waiting for the one before: the engine takes several between two steps.
+        """
         waiting = deque(block for block in plan if block.end > keep and block.start < upto)
+        loads: deque[tuple[_Block, asyncio.Task[tuple[Span, ...] | BadSegment]]] = deque()
+        applies: deque[tuple[_Block, asyncio.Task[BadSegment | None]]] = deque()
+        sent = held = keep
+        n_bytes = 0
+        bad: BadSegment | None = None
         try:
-            while waiting or ahead:
-                while waiting and len(ahead) < READ_AHEAD_BLOCKS:
+            while waiting or loads or applies:
+                while waiting and len(loads) + len(applies) < self._window:
                     block = waiting.popleft()
-                    ahead.append((block, asyncio.create_task(self._load(block))))
-                block, task = ahead.popleft()
-                loaded = await task
-                if isinstance(loaded, BadSegment):
-                    return held, n_bytes, loaded
-                try:
-                    refused = await self._apply(block, loaded, held, min(block.end, upto))
-                finally:
-                    self._blocks.give_back(loaded)
-                if refused is not None:
-                    return held, n_bytes, refused
-                held = min(block.end, upto)
-                n_bytes += sum(header.blocks[block.index].length for header in block.headers)
-            return held, n_bytes, None
+                    loads.append((block, asyncio.create_task(self._load(block))))
+                heads = {queue[0][1] for queue in (loads, applies) if queue}
+                await asyncio.wait(heads, return_when=asyncio.FIRST_COMPLETED)
+                if applies and applies[0][1].done():
+                    block, applied = applies.popleft()
+                    bad = applied.result() or bad
+                    if applied.result() is not None:
+                        break
+                    held = min(block.end, upto)
+                    n_bytes += sum(header.blocks[block.index].length for header in block.headers)
+                elif loads[0][1].done():
+                    block, load = loads.popleft()
+                    loaded = load.result()
+                    if isinstance(loaded, BadSegment):
+                        bad = loaded
+                        await self._drain(loads)
+                        waiting.clear()
+                        continue
+                    last = min(block.end, upto)
+                    applies.append((block, asyncio.create_task(self._apply(block, loaded, sent, last))))
+                    sent = last
+            return held, n_bytes, bad
         finally:
-            await self._drain([task for _, task in ahead])
+            await self._drain(loads)
+            await asyncio.gather(*(task for _, task in applies), return_exceptions=True)
 
     async def _load(self, block: _Block) -> tuple[Span, ...] | BadSegment:
         """Read and verify one block, all stages; its spans on success."""
@@ -167,24 +185,29 @@ class Restoring:
         return spans
 
     async def _apply(self, block: _Block, spans: tuple[Span, ...], held: int, upto: int) -> BadSegment | None:
-        done = await self._engine.apply(
-            self._slot,
-            start=block.start,
-            end=block.end,
-            from_=held,
-            upto=upto,
-            spans=spans,
-            tokens=block.tokens,
-        )
+        try:
+            done = await self._engine.apply(
+                self._slot,
+                start=block.start,
+                end=block.end,
+                from_=held,
+                upto=upto,
+                spans=spans,
+                tokens=block.tokens,
+            )
+        finally:
+            self._blocks.give_back(spans)
         if done.ok and done.held == upto:
             return None
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
         return BadSegment(key=block.key, stage=None, damaged=False, reason=reason)
 
-    async def _drain(self, tasks: list[asyncio.Task[tuple[Span, ...] | BadSegment]]) -> None:
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+    async def _drain(self, loads: deque[tuple[_Block, asyncio.Task[tuple[Span, ...] | BadSegment]]]) -> None:
+        """Give back what was read but will not be applied."""
+        for outcome in await asyncio.gather(*(task for _, task in loads), return_exceptions=True):
             if isinstance(outcome, tuple):
                 self._blocks.give_back(outcome)
+        loads.clear()
 
 
 def _bad(key: Key, stage: int, outcome: NotRead) -> BadSegment:

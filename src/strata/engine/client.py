@@ -74,11 +74,12 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._numbers = 0
         self._chunks: list[Chunk] = []
+        self._changed = asyncio.Event()  # set, and replaced, when `state` changes
 
     def __repr__(self) -> str:
         return f"EngineClient({self.state}, generation {self._generation}, pid {self.pid})"
 
-    # ------------------------------------------------------------------------------------------------------- lifecycle
+    # -------------------------------------------------------------------------------------------------------- lifecycle
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises ModelError or ConfigError when it cannot be served."""
@@ -91,7 +92,7 @@ class EngineClient:
 
     async def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
         """End the process: after its current step, or by force after `limit_s` seconds."""
-        self.state = "closed"
+        self._become("closed")
         self._why_gone = "the server is shutting down"
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -99,6 +100,19 @@ class EngineClient:
         if self._process is not None:
             await self._process.close(limit_s, self._why_gone)
             self._process = None
+
+    async def wait_ready(self) -> EngineInfo:
+        """Wait while a process is being started. Raises EngineGone when there will be none."""
+        while self.state in ("loading", "restarting"):
+            await self._changed.wait()
+        if self.state != "ready":
+            raise EngineGone(self._why_gone)
+        return self.info
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @property
     def info(self) -> EngineInfo:
@@ -137,7 +151,7 @@ class EngineClient:
         self._info = info
         self._flash_attention = info.flash_attention
         self._generation += 1
-        self.state = "ready"
+        self._become("ready")
         return process
 
     async def _supervise(self, first: EngineProcess) -> None:
@@ -145,8 +159,8 @@ class EngineClient:
         process: EngineProcess | None = first
         while process is not None:
             how = await process.ended()
-            self.state = "restarting"
             self._why_gone = f"the engine process ended ({how}); a new one is starting, send the request again"
+            self._become("restarting")
             self._process = None
             await process.close(0, self._why_gone)
             self._process = process = await self._restart(how)
@@ -181,13 +195,13 @@ class EngineClient:
             asyncio.get_running_loop().call_exception_handler(context)
 
     def _give_up(self, how: str) -> None:
-        self.state = "failed"
         self._why_gone = (
             f"the engine failed {_FAILURES} times within {_FAILURE_WINDOW_S:.0f} s and is not started again "
             f"(last: {how}); see the log, then restart the server"
         )
+        self._become("failed")
 
-    # ----------------------------------------------------------------------------------------------------------- calls
+    # ------------------------------------------------------------------------------------------------------------ calls
 
     def _live(self) -> EngineProcess:
         if self.state != "ready" or self._process is None:

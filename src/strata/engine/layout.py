@@ -102,7 +102,7 @@ class State:
     parts: tuple[Part, ...]
 
 
-# ---------------------------------------------------------------------------------------------------------- discovery
+# ------------------------------------------------------------------------------------------------------------ discovery
 
 _ATTENTION_LINE = re.compile(r"llama_kv_cache: layer +(\d+): (dev|filtered|reus|shar)")
 _ATTENTION_END = "llama_kv_cache: size"
@@ -139,7 +139,7 @@ def in_checkpoint(layout: Layout) -> tuple[bool, ...]:
     return tuple(kind is Kind.RECURRENT or (has_window and i == 1) for i, kind in enumerate(kinds))
 
 
-# ------------------------------------------------------------------------------------------------------------- parsing
+# -------------------------------------------------------------------------------------------------------------- parsing
 
 
 class _Reader:
@@ -275,7 +275,7 @@ def token_bytes(state: State) -> int:
     return sum(tensor.rows.nbytes // len(part.cells) for part in attention for tensor in part.tensors)
 
 
-# ------------------------------------------------------------------------------------------------------------ building
+# ------------------------------------------------------------------------------------------------------------- building
 
 
 def build(state: State) -> Bytes:

@@ -3,7 +3,7 @@
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
 commands (any number of metadata operations, but at most one capture or apply, so that a step is never delayed by more
 than one block), then one step: a row for every request that writes, plus one chunk of the oldest request that still
-reads its prompt. The events of a turn leave in one write. Commands of one slot keep their order; those of others may
+reads its prompt. The events of a step leave in one write. Commands of one slot keep their order; those of others may
 pass. Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
 """
 
@@ -65,11 +65,15 @@ class Loop:
         while not self._closing:
             self._receive()
             self._work()
+            self._flush()  # whoever waits for a block can send the next one while the step runs
             if self._active:
                 self._step()
-            if self._events:
-                self._send(self._events)
-                self._events = []
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._events:
+            self._send(self._events)
+            self._events = []
 
     # --------------------------------------------------------------------------------------------------------- commands
 

@@ -1,7 +1,8 @@
 """Flash attention on or off: a short measurement of this model on this machine decides (ENGINE.md: both ways occur).
 
-Each choice gets a small context of its own whose cells are filled with zero state (time does not depend on the data);
-a few one-row decodes and one short read are timed behind it. Bounded to about two seconds on a model of desk size.
+Each choice gets a small context of its own whose cells are filled with zero state (time does not depend on the data).
+Timed are: rows behind the filled cells, rows of another sequence beside them (what a unified pool costs the others), and
+one short read. Bounded to about two seconds on a model of desk size. Only the choice is made here, nothing is kept.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from strata.errors import ConfigError, ModelError
 
 _FILL_CELLS = 4096
 _FILL_BYTES = 256 << 20
-_READ_TOKENS = 64
+_PROBE_TOKENS = 8
 _TIMED_ROWS = 3
-_SLOW_ROW_S = 0.15  # behind such a row, timing a read would take too long
+_READ_TOKENS = ((0.04, 128), (0.08, 64), (0.15, 32))
+"""(seconds of a row below which, tokens of the timed read): a slow model reads less, a very slow one nothing."""
 _OFF_MUST_WIN = 1.1
 
 
@@ -30,10 +32,11 @@ class FlashChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Times:
-    """Seconds of one decoded row and of one short read; infinite for a context that cannot be created."""
+class Times:
+    """Seconds with one setting. `beside_s` is None with one slot, `read_s` when a read would take too long."""
 
     row_s: float
+    beside_s: float | None
     read_s: float | None
 
 
@@ -55,27 +58,42 @@ def choose_flash_attention(
         return FlashChoice(on=False, reason="the model has no attention")
     if remembered is not None:
         return FlashChoice(on=remembered, reason="remembered from an earlier start")
-    on, off = (_time(model, settings, threads, flash_attention=choice) for choice in (True, False))
-    return _decide(on, off)
+    return _measure(model, settings, threads)
 
 
-def _decide(on: _Times, off: _Times) -> FlashChoice:
-    """On, unless off is more than a tenth faster over rows and read alike."""
-    ratios = [on.row_s / off.row_s]
-    text = f"measured: on {1000 * on.row_s:.1f} ms, off {1000 * off.row_s:.1f} ms per token"
-    if on.read_s is not None and off.read_s is not None:
-        ratios.append(on.read_s / off.read_s)
-        text += f"; reading {_READ_TOKENS}: on {1000 * on.read_s:.0f} ms, off {1000 * off.read_s:.0f} ms"
-    if math.isinf(on.row_s) or math.isinf(off.row_s):
-        return FlashChoice(on=math.isinf(off.row_s), reason="the other setting is not possible with this model")
-    return FlashChoice(on=math.prod(ratios) ** (1 / len(ratios)) <= _OFF_MUST_WIN, reason=text)
+def _measure(model: Model, settings: EngineSettings, threads: int) -> FlashChoice:
+    on, read_tokens = _time(model, settings, threads, None, flash_attention=True)
+    off, _ = _time(model, settings, threads, read_tokens, flash_attention=False)
+    if on is None or off is None:
+        possible = "off" if on is None else "on"
+        return FlashChoice(on=on is not None, reason=f"this model can only run with flash attention {possible}")
+    return decide(on, off, read_tokens)
 
 
-def _time(model: Model, settings: EngineSettings, threads: int, *, flash_attention: bool) -> _Times:
+def decide(on: Times, off: Times, read_tokens: int) -> FlashChoice:
+    """On, unless off is more than a tenth faster over everything timed, each counted alike."""
+    pairs = [
+        ("per token", on.row_s, off.row_s),
+        ("beside it", on.beside_s, off.beside_s),
+        (f"reading {read_tokens}", on.read_s, off.read_s),
+    ]
+    timed = [(what, a, b) for what, a, b in pairs if a is not None and b is not None]
+    texts = [f"{what} on {1000 * a:.1f} ms, off {1000 * b:.1f} ms" for what, a, b in timed]
+    ratio = math.prod(a / b for _, a, b in timed) ** (1 / len(timed))
+    return FlashChoice(on=ratio <= _OFF_MUST_WIN, reason="measured: " + "; ".join(texts))
+
+
+def _time(
+    model: Model, settings: EngineSettings, threads: int, read_tokens: int | None, *, flash_attention: bool
+) -> tuple[Times | None, int]:
+    """Times with one setting (None: it is not possible), and how many tokens were read for them.
+
+    `read_tokens` None: choose by the speed of a row.
+    """
     shape = ContextShape(
         cells=_FILL_CELLS + 256,
         sequences=2,
-        batch=_READ_TOKENS,
+        batch=max(tokens for _, tokens in _READ_TOKENS),
         threads=threads,
         flash_attention=flash_attention,
         kv_k=settings.kv_k,
@@ -84,19 +102,26 @@ def _time(model: Model, settings: EngineSettings, threads: int, *, flash_attenti
     try:
         context = Context(model, shape)
     except ModelError:
-        return _Times(row_s=math.inf, read_s=None)
+        return None, 0
     try:
-        sequence, held = _fill(context)
-        rows = [_timed_feed(context, sequence, 1, held + i) for i in range(1 + _TIMED_ROWS)]
-        row_s = min(rows[1:])  # the first one touches everything for the first time
-        held += len(rows)
-        read_s = _timed_feed(context, sequence, _READ_TOKENS, held) if row_s < _SLOW_ROW_S else None
-        return _Times(row_s=row_s, read_s=read_s)
+        filled, held = _fill(context)
+        row_s = _rows(context, filled, held)
+        if read_tokens is None:
+            read_tokens = next((tokens for below_s, tokens in _READ_TOKENS if row_s < below_s), 0)
+        beside_s = _rows(context, 1 - filled, 0) if settings.slots > 1 else None
+        context.remove(1 - filled)
+        read_s = _feed(context, filled, read_tokens, held + _TIMED_ROWS + 1) if read_tokens else None
+        return Times(row_s=row_s, beside_s=beside_s, read_s=read_s), read_tokens
     finally:
         context.close()
 
 
-def _timed_feed(context: Context, sequence: int, n: int, start: int) -> float:
+def _rows(context: Context, sequence: int, held: int) -> float:
+    """Seconds of the fastest of some rows; one more before them touches everything for the first time."""
+    return min([_feed(context, sequence, 1, held + i) for i in range(1 + _TIMED_ROWS)][1:])
+
+
+def _feed(context: Context, sequence: int, n: int, start: int) -> float:
     began = time.perf_counter()
     context.feed(sequence, [0] * n, start)
     return time.perf_counter() - began
@@ -104,15 +129,14 @@ def _timed_feed(context: Context, sequence: int, n: int, start: int) -> float:
 
 def _fill(context: Context) -> tuple[int, int]:
     """Give a sequence a long zero state; returns it and its length. Without a known layout it stays short."""
-    probe = 8
-    context.feed(0, [0] * probe, 0)
+    context.feed(0, [0] * _PROBE_TOKENS, 0)
     try:
         state, _ = recognise(context.state(0), context.layout)
     except BadState:
-        return 0, probe
+        return 0, _PROBE_TOKENS
     cells = min(_FILL_CELLS, max(512, _FILL_BYTES // max(1, token_bytes(state))))
     if not context.state_set(build(grow_zero(state, cells))):
         context.remove(context.transfer)
-        return 0, probe
+        return 0, _PROBE_TOKENS
     context.remove(0)
     return context.transfer, cells

@@ -81,7 +81,7 @@ class RangeFormat:
     def _span(row_bytes: Sequence[int], n_cells: int) -> int:
         return TENSOR_HEAD_BYTES * len(row_bytes) + n_cells * sum(row_bytes)
 
-    # ---------------------------------------------------------------------------------------------------------- stages
+    # ----------------------------------------------------------------------------------------------------------- stages
 
     def stage_shapes(self, stages: Sequence[tuple[int, int]]) -> tuple[StageShape, ...]:
         """The payload geometry of each layer range [first, end)."""

@@ -52,7 +52,7 @@ class Slots:
         if not 0 <= slot < len(self.held):
             raise ValueError(f"slot {slot} does not exist; there are {len(self.held)}")
 
-    # --------------------------------------------------------------------------------------------- metadata operations
+    # ---------------------------------------------------------------------------------------------- metadata operations
 
     def trim(self, slot: int, n: int) -> Refusal:
         """Keep positions [0, n)."""
@@ -101,7 +101,7 @@ class Slots:
     def _is_whole(self, slot: int) -> bool:
         return self._context.last_position(slot) == self.held[slot] - 1
 
-    # ---------------------------------------------------------------------------------------------------------- blocks
+    # ----------------------------------------------------------------------------------------------------------- blocks
 
     def capture(self, slot: int, start: int, end: int, spans: Sequence[Bytes]) -> Refusal:
         """Write the canonical state of positions [start, end) into one span per stage."""

@@ -107,10 +107,9 @@ def find_openers(
     """
     for as_parts in (False, True):
         added = _added_texts(render, bos, as_parts=as_parts)
-        if added:
-            return frozenset(
-                opener for text in added if (opener := _first_marker(tokenize(text), is_opener)) is not None
-            )
+        first = (_first_marker(tokenize(text), is_opener) for text in added)
+        if found := frozenset(token for token in first if token is not None):
+            return found
     return frozenset()
 
 

@@ -203,6 +203,7 @@ class Server:
             "pool_cells": info.pool_cells,
             "slots": info.slots,
             "kv": info.kv,
+            "bytes_per_token": sum(stage.token_bytes for stage in info.stages),
             "flash_attention": "on" if info.flash_attention else "off",
             "flash_attention_reason": info.flash_attention_reason,
             "stages": len(info.stages),

@@ -175,9 +175,9 @@ class Backing(Protocol):
     def __call__(self, size: int, *, large_pages: bool) -> MappedChunk: ...
 
 
-def platform_backing() -> Backing:
+def platform_backing(*, has_memfd: bool = hasattr(os, "memfd_create")) -> Backing:
     """memfd where the system has it, named shared memory elsewhere."""
-    return _MemfdChunk.create if hasattr(os, "memfd_create") else _NamedChunk.create
+    return _MemfdChunk.create if has_memfd else _NamedChunk.create
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from strata.errors import DamagedFile
 from strata.store.filesystem import Filesystem
 from strata.store.names import CHOICES_NAME, TEMPORARY
 
@@ -53,6 +54,6 @@ class Choices:
             return msgspec.json.decode(self._fs.read(self._path, MAX_CHOICES_BYTES), type=dict[str, bool])
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, DamagedFile, msgspec.MsgspecError) as error:
             log.warning("%s cannot be used (%s): flash attention is measured again", self._path, error)
             return {}

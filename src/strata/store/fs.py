@@ -262,6 +262,9 @@ class Disk:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # some network filesystems cannot sync a directory at all
+                    raise
             finally:
                 os.close(fd)
 

@@ -4,9 +4,9 @@ Covers the order in which files become durable (DESIGN §5.3) and the account of
 directory belongs to this Level until `close`: it holds the lock. It does not decide what is kept or dropped, counts no
 references, and starts no thread.
 
-Writing (`write_segment` to `quarantine_manifest`) belongs to one thread. Reading (`read_header`, `read_block`) shares
-no mutable state and may happen on any thread at the same time; a file that is dropped meanwhile is read to its end or
-is missing.
+Writing (`write_segment` to `quarantine_manifest`) belongs to one thread; `scan` to a time when nothing is written.
+Reading (`read_header`, `read_block`) shares no mutable state and may happen on any thread at the same time; a file that
+is dropped meanwhile is read to its end or is missing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Level:
         return self._serial
 
     def scan(self, identity: bytes) -> Scan:
-        """Read every manifest and sort what is there. Deletes nothing. OSError when the directory cannot be listed."""
+        """Read every manifest and sort what is there; the account starts anew from it. Changes nothing on disk."""
         found = self._walk()
         return read_scan(self._fs, self.root, found, identity)
 
@@ -189,7 +189,6 @@ class Level:
                 with suppress(OSError):
                     self._unlink(leftover)
             raise
-        self._serial = max(self._serial, manifest.serial)
         return self._account.of(name)
 
     def drop(self, serials: Iterable[int], keys: Iterable[Key]) -> int:

@@ -103,7 +103,10 @@ T = TypeVar("T")
 
 
 class Writer:
-    """Jobs run in the order they were given. Every method but `flush` and `close` returns at once."""
+    """Jobs run in the order they were given. Every method but `flush` and `close` returns at once.
+
+    A ticket is any number that the caller does not use for another park; it ends with `commit` or `abandon`.
+    """
 
     def __init__(self, level: Level) -> None:
         self._level = level

@@ -6,6 +6,7 @@ Whether token ids exist and whether the prompt fits is for the server to say: on
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,7 +30,10 @@ from strata.errors import BadRequest
 from strata.serve.request import TurnRequest
 
 MAX_STOPS = 16
+MAX_BIASES = 1 << 16
+_LARGE_BODY_BYTES = 1 << 20
 _INT32 = 2**31 - 1
+_Item = TypeVar("_Item")
 _Body = TypeVar("_Body", bound="_Fields")
 
 
@@ -50,8 +54,17 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _not_too_many(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:  # before its million keys are looked at
+        raise PydanticCustomError("too_many", "at most {most} tokens can have a bias", {"most": MAX_BIASES})
+    return biases
+
+
+# A million bad items would make a million errors, of which the client is told one.
+AtOnce = Annotated[list[_Item], Field(fail_fast=True)]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Count = Annotated[int, Field(ge=-1, le=_INT32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
@@ -90,7 +103,7 @@ def _as_parts(content: Any) -> Any:
 
 class Message(_Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part] | None, BeforeValidator(_as_parts)] = Field(default=None, validate_default=True)
+    content: Annotated[AtOnce[Part] | None, BeforeValidator(_as_parts)] = Field(default=None, validate_default=True)
     tool_calls: NoList = None
     function_call: Nothing = None
 
@@ -126,7 +139,7 @@ class _CompletionFields(_Fields):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repeat_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias] | None, BeforeValidator(_not_too_many)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -169,7 +182,7 @@ class _CompletionFields(_Fields):
 class ChatBody(_CompletionFields):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[AtOnce[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: NoSwitch = None
     top_logprobs: Annotated[Any, _refuse_unless(0)] = None
@@ -214,7 +227,9 @@ async def read_body(request: Request, kind: type[_Body], limit_bytes: int) -> _B
         if len(raw) > limit_bytes:
             raise HTTPException(413, f"the body is larger than {limit_bytes} bytes")
     try:
-        return kind.model_validate_json(bytes(raw))
+        if len(raw) <= _LARGE_BODY_BYTES:
+            return kind.model_validate_json(bytes(raw))
+        return await asyncio.to_thread(kind.model_validate_json, bytes(raw))  # other streams go on meanwhile
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise _bad_request(first) from None

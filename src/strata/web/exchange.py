@@ -47,6 +47,7 @@ class Exchange:
         self._exchanges = exchanges
         self._inbox: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
         self._answered = False
+        self._cancelled = False
         self._cut_off = False
 
     async def __aenter__(self) -> Exchange:
@@ -62,7 +63,7 @@ class Exchange:
         if self._answered:
             self._exchanges.let_finish(self._pump)
         else:
-            self._pump.cancel()
+            self._cancel()
             await asyncio.wait({self._pump})
 
     async def event(self, within_s: float | None = None) -> TurnEvent | None:
@@ -91,6 +92,12 @@ class Exchange:
         """Ends the turn with an error for its client, because the server stops."""
         if not self._answered:
             self._cut_off = True
+            self._cancel()
+
+    def _cancel(self) -> None:
+        # Once only: a second cancellation would hit the turn while it puts its slot in order.
+        if not self._cancelled:
+            self._cancelled = True
             self._pump.cancel()
 
     async def _run(self) -> None:
@@ -103,7 +110,7 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._answered:
-            self._pump.cancel()
+            self._cancel()
 
 
 class Exchanges:

@@ -1,0 +1,163 @@
+"""Modes of every kind of memory, context size, flash attention, and settings that reach llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.engine.conftest import MakeContext
+
+from strata.engine import measure, startup
+from strata.engine.llama import Context, ContextShape, Model
+from strata.engine.measure import FlashChoice, Times, choose_flash_attention, decide
+from strata.engine.protocol import EngineSettings
+from strata.engine.startup import Served, load
+from strata.errors import ModelError
+
+Serve = Callable[..., Served]
+QUIET = {"context": 512, "flash_attention": "on", "threads": 1}
+
+
+@pytest.fixture
+def served(tiny_paths: dict[str, Path]) -> Iterator[Serve]:
+    """Load a tiny model; its context is closed after the test."""
+    opened: list[Served] = []
+
+    def serve(name: str, **options: object) -> Served:
+        settings = EngineSettings(model_path=str(tiny_paths[name]), slots=2)
+        settings = msgspec.structs.replace(settings, **{**QUIET, **options})
+        opened.append(load(settings, None, lambda stage, done: None))
+        return opened[-1]
+
+    yield serve
+    for one in opened:
+        one.context.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "reason"),
+    [
+        ("qwen2vl", "segments", "gave equal bytes"),
+        ("gemma3", "opaque", "sliding-window"),
+        ("qwen35", "opaque", "hybrid"),
+        ("lfm2", "opaque", "hybrid"),
+        ("lfm2_window", "opaque", "hybrid"),
+        ("mamba", "opaque", "recurrent"),
+    ],
+)
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+def test_the_mode_of_every_kind_of_memory(
+    name: str, mode: str, reason: str, flash_attention: str, served: Serve
+) -> None:
+    info = served(name, flash_attention=flash_attention).info
+    assert info.mode == mode and reason in info.mode_reason
+    assert bool(info.stages) == bool(info.block_tokens) == (mode == "segments")
+
+
+def test_the_self_test_leaves_nothing_behind(served: Serve) -> None:
+    one = served("qwen2vl")
+    assert [one.context.last_position(i) for i in range(4)] == [-1] * 4
+    assert one.slots.held == [0, 0]
+
+
+def test_the_identity_does_not_depend_on_slots_threads_context_or_stages(served: Serve) -> None:
+    plain = served("qwen2vl").info.fingerprint
+    for options in ({"slots": 4}, {"threads": 2}, {"context": 1024}, {"stages": (2, 3)}, {"read_chunk": 64}):
+        assert served("qwen2vl", **options).info.fingerprint == plain
+    assert served("qwen2vl", flash_attention="off").info.fingerprint != plain  # V is stored the other way
+
+
+def test_the_pool_holds_every_slot_and_a_block(served: Serve) -> None:
+    info = served("qwen2vl", slots=3, context=700).info
+    assert info.context == 700 and info.pool_cells >= 3 * 700 + info.block_tokens
+
+
+def test_the_default_context_is_the_models_own(served: Serve) -> None:
+    assert served("qwen2vl", context=None).info.context == 4096
+    assert served("mamba", context=None).info.context == 4096
+
+
+def test_the_default_context_fits_the_ram(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_physical_ram", lambda: 4 * 2 * 640 * 1000)
+    assert served("qwen2vl", context=None).info.context == 768  # 1000 tokens of 640 bytes, in steps of 256
+    monkeypatch.setattr(startup, "_physical_ram", lambda: 1)
+    assert served("qwen2vl", context=None).info.context == 256
+
+
+def test_turn_tokens(served: Serve) -> None:
+    assert served("qwen2vl", turn_token="none").info.openers == ()
+    assert served("qwen2vl", turn_token="17").info.openers == (17,)
+    assert served("qwen2vl").info.openers == (1,)
+
+
+# ------------------------------------------------------------------------------------------------------ flash attention
+
+
+def times(row_ms: float, beside_ms: float | None, read_ms: float | None) -> Times:
+    def seconds(ms: float | None) -> float | None:
+        return None if ms is None else ms / 1000
+
+    return Times(row_s=row_ms / 1000, beside_s=seconds(beside_ms), read_s=seconds(read_ms))
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "choice"),
+    [
+        ((20, None, 300), (20, None, 300), True),
+        ((22, None, 300), (20, None, 300), True),
+        ((25, None, 300), (20, None, 300), False),
+        ((27, None, 330), (25, None, 470), True),
+        ((74, None, 200), (28, None, 190), False),
+        ((500, None, None), (400, None, None), False),
+        ((430, None, None), (400, None, None), True),
+        ((30.2, 9.3, 805), (22.5, 24.5, 920), True),  # alone it is slower, but other slots pay less for its cells
+        ((30.2, None, 1050), (22.5, None, 920), False),
+    ],
+)
+def test_on_unless_off_is_clearly_faster(
+    on: tuple[float, float | None, float | None], off: tuple[float, float | None, float | None], choice: bool
+) -> None:
+    assert decide(times(*on), times(*off), 128).on is choice
+
+
+def test_the_reason_carries_the_numbers() -> None:
+    reason = decide(times(27.14, 9, 330), times(25, 24, 470), 64).reason
+    assert reason == (
+        "measured: per token on 27.1 ms, off 25.0 ms; beside it on 9.0 ms, off 24.0 ms; "
+        "reading 64 on 330.0 ms, off 470.0 ms"
+    )
+
+
+def test_who_decides(make_context: MakeContext) -> None:
+    model, recurrent = make_context("qwen2vl").model, make_context("mamba").model
+    auto = EngineSettings(model_path="", slots=1)
+    assert choose_flash_attention(model, auto, 1, False) == FlashChoice(
+        on=False, reason="remembered from an earlier start"
+    )
+    off = msgspec.structs.replace(auto, flash_attention="off")
+    assert choose_flash_attention(model, off, 1, True) == FlashChoice(on=False, reason="set by flag")
+    quantised = msgspec.structs.replace(auto, kv_v="q8_0")
+    assert choose_flash_attention(model, quantised, 1, False) == FlashChoice(on=True, reason="needed by V of type q8_0")
+    assert not choose_flash_attention(recurrent, auto, 1, None).on
+
+
+@pytest.mark.parametrize("name", ["qwen2vl", "gemma3", "qwen35", "lfm2_window"])
+def test_it_is_measured_on_every_kind_of_memory(name: str, make_context: MakeContext) -> None:
+    model = make_context(name).model
+    choice = choose_flash_attention(model, EngineSettings(model_path="", slots=2), 1, None)
+    assert choice.reason.startswith("measured: per token on ")
+
+
+def test_a_setting_that_is_not_possible(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_context("qwen2vl").model
+
+    def context(model: Model, shape: ContextShape) -> Context:
+        if shape.flash_attention:
+            raise ModelError("no")
+        return Context(model, shape)
+
+    monkeypatch.setattr(measure, "Context", context)
+    choice = choose_flash_attention(model, EngineSettings(model_path="", slots=1), 1, None)
+    assert choice == FlashChoice(on=False, reason="this model can only run with flash attention off")

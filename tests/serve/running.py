@@ -1,0 +1,199 @@
+"""The real server as a process: start it, talk to it with the official client, kill it or its engine, stop it.
+
+Every wait has a limit and ends as soon as what it waits for is there. The log is kept in a file and shown when a wait
+fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+import openai
+
+START_S = 60.0
+STOP_S = 60.0
+ANSWER_S = 120.0
+SOON_S = 20.0
+_POLL_S = 0.01
+_URL = re.compile(r"Strata serves .* at (http://\S+)")
+
+T = TypeVar("T")
+
+
+def wait_for(look: Callable[[], T], what: str, within_s: float = SOON_S) -> T:
+    """The first true value of `look`; AssertionError that names `what` when there is none within the limit."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = look()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(_POLL_S)
+
+
+def command(*flags: str) -> list[str]:
+    """The command line of a server on a free port that starts fast: a small context and no measuring."""
+    fast = ("--model=demo", "--port=0", "--context=2048", "--flash-attention=on")
+    return [sys.executable, "-m", "strata.cli.main", "serve", *fast, *flags]
+
+
+def refusal(*flags: str) -> tuple[int, str]:
+    """The exit code and the output of a server that refuses to start."""
+    done = subprocess.run(command(*flags), capture_output=True, text=True, timeout=START_S, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+class RunningServer:
+    """`strata serve` with one slot, unless the flags say otherwise. A context manager: leaving it kills what is left."""
+
+    def __init__(self, log: Path, *flags: str, cold: Path | None = None, keys: Sequence[str] = ()) -> None:
+        kept = () if cold is None else (f"--conversation-cache-cold-dir={cold}",)
+        self.cold = cold
+        self._log = log
+        with log.open("ab") as out:
+            self._log_from = out.tell()
+            self._process = subprocess.Popen(
+                command(*kept, *flags, *(f"--api-key={key}" for key in keys)),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._clients: list[openai.OpenAI] = []
+        try:
+            self.url = wait_for(self._look_for_url, "the server's address in its log", START_S)
+            self.http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
+            wait_for(self.healthy, "/health", START_S)
+        except BaseException:
+            self._end()
+            print(self.log())
+            raise
+        self.client = self.client_with(keys[0] if keys else "none")
+
+    def __repr__(self) -> str:
+        return f"RunningServer(pid {self._process.pid}, {self.url})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+        for client in self._clients:
+            client.close()
+        self.http.close()
+        if kind is not None:
+            print(self.log())
+
+    def _look_for_url(self) -> str | None:
+        code = self._process.poll()
+        assert code is None, f"the server ended with {code}:\n{self.log()}"
+        found = _URL.search(self.log())
+        return found[1] if found else None
+
+    def _end(self) -> None:
+        """Kill the server, and whatever it may have left of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+
+    def log(self) -> str:
+        """What this server has printed so far."""
+        with self._log.open("rb") as log:
+            log.seek(self._log_from)
+            return log.read().decode(errors="replace")
+
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def stop(self) -> None:
+        """SIGTERM, and wait for the orderly end."""
+        engine = self.engine_pid
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(STOP_S)
+        assert code == 0, f"the server ended with {code}:\n{self.log()}"
+        wait_for(lambda: not alive(engine), "the end of the engine process")
+
+    def kill9(self) -> None:
+        """SIGKILL to the server; wait until its engine has noticed."""
+        engine = self.engine_pid
+        self._process.kill()
+        self._process.wait(STOP_S)
+        wait_for(lambda: not alive(engine), "the end of the engine process")
+
+    def kill_engine(self) -> int:
+        """SIGKILL to the engine process; its pid."""
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    # ------------------------------------------------------------------------------------------------------------- use
+
+    def client_with(self, key: str) -> openai.OpenAI:
+        """The official client, with this API key and no retries."""
+        client = openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=ANSWER_S)
+        self._clients.append(client)
+        return client
+
+    def healthy(self) -> bool:
+        return self.http.get("/health").status_code == 200
+
+    def status(self) -> dict[str, Any]:
+        key = {"X-Api-Key": self._clients[0].api_key} if self._clients else {}
+        answer = self.http.get("/v1/status", headers=key)
+        assert answer.status_code == 200, answer.text
+        status: dict[str, Any] = answer.json()
+        return status
+
+    @property
+    def engine_pid(self) -> int:
+        pid = self.status()["engine"]["pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    @property
+    def level(self) -> dict[str, Any]:
+        """The state of the cold level."""
+        level: dict[str, Any] = self.status()["levels"][0]
+        return level
+
+    def idle(self) -> bool:
+        """Whether no request runs, and no park is under way."""
+        status = self.status()
+        return all(slot["state"] == "idle" for slot in status["slots"]) and not any(
+            level["parks_under_way"] for level in status["levels"]
+        )
+
+    def settled(self) -> dict[str, Any]:
+        """Wait until no request runs and no park is under way; the cold level's state then."""
+        wait_for(self.idle, "the end of all requests and parks")
+        return self.level
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@contextlib.contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

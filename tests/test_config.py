@@ -1,0 +1,286 @@
+"""Settings: parsing, precedence, names, the rules between settings, and what is shown of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from strata.config import SETTINGS, Config, env_name, load
+from strata.errors import ConfigError
+
+DEMO = {"model": ["demo"]}
+SWITCH_WORDS = {"": False, "0": False, "false": False, "off": False, "no": False, "No": False}
+SWITCH_WORDS |= {"1": True, "true": True, "on": True, "yes": True, "TRUE": True}
+
+
+def flags(**given: str) -> dict[str, list[str]]:
+    """Flags as the command line gives them, with a model so that they can be complete."""
+    return {**DEMO, **{name.replace("_", "-"): [text] for name, text in given.items()}}
+
+
+def message_of(given: dict[str, Any], environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(given, environ or {})
+    assert caught.value.exit_code == 2
+    return caught.value.message
+
+
+def test_nothing_set_keeps_every_default_and_no_level() -> None:
+    config = load(DEMO, {})
+    assert config == Config(model="demo")
+    assert config.cold_dir_in_use is None
+    assert (config.host, config.port, config.api_key, config.warnings) == ("127.0.0.1", 8080, (), ())
+
+
+def test_a_model_is_needed() -> None:
+    assert "--model is missing" in message_of({})
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "strata.toml"
+    file.write_text('model = "demo"\nport = 1\nparallel = 2\nthreads = 3\n')
+    environ = {"STRATA_CONFIG": str(file), "STRATA_PORT": "11", "STRATA_PARALLEL": "12"}
+    config = load({"port": ["21"]}, environ)
+    assert (config.port, config.parallel, config.threads, config.context) == (21, 12, 3, None)
+    assert config.config == file
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("port", "0", 0),
+        ("parallel", "128", 128),
+        ("context", "auto", None),
+        ("context", "4096", 4096),
+        ("flash_attention", "on", "on"),
+        ("kv", "q8_0", ("q8_0", "q8_0")),
+        ("kv", "q8_0,f16", ("q8_0", "f16")),
+        ("threads", "8", 8),
+        ("gpu_layers", "0", 0),
+        ("turn_token", "none", "none"),
+        ("turn_token", "128009", "128009"),
+        ("host", "localhost", "localhost"),
+        ("host", "::1", "::1"),
+        ("host", "127.9.9.9", "127.9.9.9"),
+        ("conversation_cache_similarity", "0.999", 0.999),
+        ("conversation_cache_similarity", "1e-3", 0.001),
+        ("conversation_cache_n_min", "256", 256),
+        ("conversation_cache_cold_dir", "", None),
+        ("conversation_cache_cold_dir", "/a/b/../c/", Path("/a/c")),
+        ("conversation_cache_cold_dir", "~", Path.home()),
+        ("conversation_cache_cold_dir", "x", Path.cwd() / "x"),
+    ],
+)
+def test_values_are_parsed(name: str, text: str, value: Any) -> None:
+    assert getattr(load(flags(**{name: text}), {}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("port", ["8GB", "1e9", "", "-1", "65536", " 80", "8_080", "80.0", "٨٠", "9" * 5000, "auto", "0x50"]),
+        ("parallel", ["0", "-1", "129", "two"]),
+        ("context", ["0", "31", "1.5", "AUTO"]),
+        ("flash-attention", ["", "true", "ON"]),
+        ("kv", ["", "f16,", "f16,f16,f16", "q3_0", "F16"]),
+        ("turn-token", ["", "-5", "<|im_start|>", "2147483648"]),
+        ("host", ["", "a b", "http://x", "host/"]),
+        ("model", ["", "hf:org/model/file.gguf", "a\0b"]),
+        ("api-key", ["", "two words", "schlüssel", "tab\t"]),
+        ("api-key-file", [""]),
+        ("config", [""]),
+        ("no-auth", ["maybe", "2", "-1"]),
+        ("conversation-cache-cold-mib", ["8GB", "8GiB", "1e9", "-1", "unlimited", ""]),
+        ("conversation-cache-similarity", ["1", "1.0", "-0.1", "nan", "inf", "0,5", "", "1e0", "0_0"]),
+        ("conversation-cache-n-min", ["-1", "2147483648"]),
+    ],
+)
+def test_a_bad_value_is_refused_with_flag_value_and_range(name: str, texts: list[str]) -> None:
+    setting = next(setting for setting in SETTINGS if setting.name == name)
+    for text in texts:
+        message = message_of({**DEMO, name: [text]})
+        assert message.startswith(f"--{name}"), message
+        assert setting.kind.expects in message
+        assert repr(text) in message or name == "api-key"
+
+
+def test_a_bad_key_is_not_shown() -> None:
+    assert "two" not in message_of({**DEMO, "api-key": ["two words"]})
+
+
+def test_the_origin_of_a_bad_value_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "strata.toml"
+    file.write_text("port = 70000\n")
+    assert message_of(DEMO, {"STRATA_PORT": "x"}).startswith("STRATA_PORT is 'x'")
+    assert message_of({**DEMO, "config": [str(file)]}).startswith(f"port in {file} is '70000'")
+
+
+@pytest.mark.parametrize(("text", "value"), SWITCH_WORDS.items())
+def test_a_switch_knows_these_spellings_from_everywhere(tmp_path: Path, text: str, value: bool) -> None:
+    file = tmp_path / "strata.toml"
+    file.write_text(f'no-auth = "{text}"\n')
+    assert load(flags(no_auth=text), {}).no_auth is value
+    assert load(DEMO, {"STRATA_NO_AUTH": text}).no_auth is value
+    assert load(flags(config=str(file)), {}).no_auth is value
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("no-auth = true", "no_auth", True),
+        ("no_auth = false", "no_auth", False),
+        ("port = 9", "port", 9),
+        ('port = "9"', "port", 9),
+        ("conversation-cache-similarity = 0.25", "conversation_cache_similarity", 0.25),
+        ('api-key = ["a", "b"]', "api_key", ("a", "b")),
+        ('api-key = "a"', "api_key", ("a",)),
+        ("conversation-cache-disk-mib = 0", "conversation_cache_cold_mib", 0),
+    ],
+)
+def test_the_file_takes_toml_values(tmp_path: Path, line: str, field: str, value: Any) -> None:
+    file = tmp_path / "strata.toml"
+    file.write_text(line + "\n")
+    assert getattr(load(flags(config=str(file)), {}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prt = 1", "prt is not a setting; did you mean port?"),
+        ("[serve]\nport = 1", "serve is not a setting"),
+        ('config = "x"', "config is not a setting"),
+        ("port = true", "port in "),
+        ("port = 1.0", "port in "),
+        ("port = [1, 2]", "port must be one value, not list"),
+        ("port = 2026-01-01", "port must be one value, not date"),
+        ("no-auth = 2", "no-auth in "),
+        ("port = ", "not TOML"),
+        ("port = 1\nport = 2", "not TOML"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "strata.toml"
+    file.write_text(text)
+    assert expected in message_of(flags(config=str(file)))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.toml")
+    assert missing in message_of(flags(config=missing))
+    assert str(tmp_path) in message_of(flags(config=str(tmp_path)))
+    assert missing in message_of(flags(api_key_file=missing))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "agree"),
+    [
+        ({"conversation-cache-cold-dir": ["/a/b"]}, {"conversation-cache-spill-dir": ["/a/./x/../b/"]}, True),
+        ({"conversation-cache-cold-dir": ["/a/b"]}, {"conversation-cache-spill-dir": ["/a/c"]}, False),
+        ({"conversation-cache-cold-mib": ["5"]}, {"conversation-cache-disk-mib": ["05"]}, True),
+        ({"conversation-cache-cold-mib": ["5"]}, {"conversation-cache-disk-mib": ["6"]}, False),
+        ({"conversation-cache-cold-mib": ["5"]}, {"conversation-cache-disk-mib": ["0"]}, False),
+    ],
+)
+def test_two_names_of_one_setting_must_agree(
+    tmp_path: Path, one: dict[str, list[str]], other: dict[str, list[str]], agree: bool
+) -> None:
+    both = one | other
+    file = tmp_path / "strata.toml"
+    file.write_text("".join(f'{name} = "{texts[0]}"\n' for name, texts in both.items()))
+    environ = {env_name(name): texts[0] for name, texts in both.items()}
+    for given in (({**DEMO, **both}, {}), (DEMO, environ), ({**DEMO, "config": [str(file)]}, {})):
+        if agree:
+            assert load(*given) == dataclasses.replace(load({**DEMO, **one}, {}), config=load(*given).config)
+        else:
+            message = message_of(*given)
+            assert "two names of one setting" in message
+            assert all(name in message.lower().replace("_", "-") for name in both)
+
+
+def test_a_flag_under_one_name_beats_the_environment_under_the_other() -> None:
+    given = {**DEMO, "conversation-cache-spill-dir": ["/flag"]}
+    config = load(given, {"STRATA_CONVERSATION_CACHE_COLD_DIR": "/env"})
+    assert config.conversation_cache_cold_dir == Path("/flag")
+
+
+def test_a_flag_given_twice_counts_last_and_keys_add_up() -> None:
+    config = load({**DEMO, "port": ["1", "2"], "api-key": ["a", "b"]}, {})
+    assert (config.port, config.api_key) == (2, ("a", "b"))
+
+
+def test_an_unknown_environment_variable_is_a_warning() -> None:
+    config = load(DEMO, {"STRATA_PROT": "1", "STRATA_NO_LARGEPAGES": "1", "PORT": "5"})
+    assert [w for w in config.warnings if "STRATA_PROT" in w and "STRATA_PORT" in w] == list(config.warnings)
+    assert len(config.warnings) == 1
+    assert config.port == 8080
+
+
+def test_a_directory_without_a_budget_is_a_warning_that_names_both() -> None:
+    config = load(flags(conversation_cache_spill_dir="/d", conversation_cache_disk_mib="0"), {})
+    assert config.cold_dir_in_use is None
+    (warning,) = config.warnings
+    assert "--conversation-cache-cold-dir /d" in warning
+    assert "--conversation-cache-cold-mib" in warning
+
+
+def test_a_budget_without_a_directory_gets_the_platform_s() -> None:
+    found = load(flags(conversation_cache_cold_mib="100"), {}).cold_dir_in_use
+    assert found is not None
+    assert found.parts[-2:] == ("strata", "conversations")
+    assert load(flags(conversation_cache_cold_mib="0"), {}).conversation_cache_cold_dir is None
+
+
+def test_keys_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# mine\n\n one \ntwo\r\n")
+    assert load(flags(api_key="zero", api_key_file=str(file)), {}).api_key == ("zero", "one", "two")
+    file.write_text("good\nbad key\n")
+    message = message_of(flags(api_key_file=str(file)))
+    assert "line 2" in message
+    assert "bad key" not in message
+    file.write_text("# none\n")
+    assert "no key in it" in message_of(flags(api_key_file=str(file)))
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.168.1.5", "myhost", "localhost.example.com", "127.0.0.1.nip.io"]
+)
+def test_other_machines_may_connect_only_with_a_key_or_when_told(host: str) -> None:
+    message = message_of(flags(host=host))
+    assert f"--host {host}" in message
+    assert "--no-auth" in message
+    assert "--api-key" in message
+    assert load(flags(host=host, api_key="k"), {}).host == host
+    assert load(flags(host=host, no_auth="on"), {}).host == host
+
+
+def test_no_auth_and_a_key_contradict_each_other() -> None:
+    assert "--no-auth contradicts --api-key" in message_of(flags(no_auth="on", api_key="k"))
+
+
+def test_a_quantised_v_needs_flash_attention() -> None:
+    for kv in ("q8_0", "f16,q4_0"):
+        message = message_of(flags(kv=kv, flash_attention="off"))
+        assert "--kv" in message
+        assert "--flash-attention" in message
+        assert load(flags(kv=kv), {}).kv[1] != "f16"
+    assert load(flags(kv="q8_0,f16", flash_attention="off"), {}).kv == ("q8_0", "f16")
+
+
+def test_no_key_shows_in_what_is_shown() -> None:
+    config = load(flags(api_key="s3cret", conversation_cache_cold_dir="/with space/=x"), {})
+    assert "s3cret" not in config.describe() + repr(config) + repr(config.public())
+    parts = dict(part.split("=", 1) for part in config.describe().split(" "))
+    assert unquote(parts["conversation-cache-cold-dir"]) == "/with space/=x"
+    assert parts.keys() == {setting.name for setting in SETTINGS}
+    assert (parts["api-key"], parts["kv"], parts["threads"], parts["no-auth"]) == ("1%20hidden", "f16", "auto", "off")
+
+
+def test_what_is_shown_can_be_given_back() -> None:
+    config = load(flags(kv="q8_0,f16", turn_token="5", context="512", conversation_cache_cold_dir="/d"), {})
+    again = {name: [text] for name, text in config.public().items() if text and name != "api-key"}
+    assert load(again, {}) == config

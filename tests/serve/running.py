@@ -55,7 +55,7 @@ def refusal(*flags: str) -> tuple[int, str]:
 
 
 class RunningServer:
-    """`strata serve` with one slot, unless the flags say otherwise. A context manager: leaving it kills what is left."""
+    """`strata serve` with one slot, unless the flags say otherwise. Leaving it kills what is left."""
 
     def __init__(self, log: Path, *flags: str, cold: Path | None = None, keys: Sequence[str] = ()) -> None:
         kept = () if cold is None else (f"--conversation-cache-cold-dir={cold}",)

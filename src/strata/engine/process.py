@@ -10,9 +10,8 @@ import asyncio
 import os
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from subprocess import PIPE
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,12 +38,11 @@ from strata.engine.protocol import (
     RunFailed,
     Shutdown,
 )
-from strata.engine.wire import HEAD, decode_event, encode_frame, frame_size
+from strata.engine.wire import FrameCutter, decode_event, encode_frame
 from strata.errors import BadRequest, ConfigError, EngineGone, EngineRefused, ModelError, RunError, StrataError
 from strata.types import Span
 
 _MODEL_FLAG = "--model"
-_PIPE_BUFFER_BYTES = 1 << 20
 _OPENMP_SPINS = "500"
 
 Answer = Prepared | Detokenized | Done
@@ -61,23 +59,22 @@ class Chunk(msgspec.Struct, frozen=True):
     name: str | None
 
 
-class EngineProcess:
+class EngineProcess(asyncio.SubprocessProtocol):
     """A running engine process. Made by `spawn`."""
 
-    def __init__(self, process: Process, descriptors: socket.socket | None) -> None:
-        assert process.stdin is not None and process.stdout is not None, "spawned with pipes"
-        self.pid = process.pid
-        self._process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
+    def __init__(self, descriptors: socket.socket | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.pid = 0
         self._descriptors = descriptors
         self._gone: str | None = None  # why, once it is
+        self._cutter = FrameCutter()
         self._jobs: dict[int, asyncio.Future[Answer | JobFailed]] = {}
         self._runs: dict[int, RunHandle] = {}
-        self._loaded: asyncio.Future[Ready | LoadFailed] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[Ready | LoadFailed] = loop.create_future()
+        self._ended: asyncio.Future[str] = loop.create_future()
         self._on_loading: Callable[[Loading], None] | None = None
         self._to_attach: asyncio.Queue[Chunk] = asyncio.Queue()
         self._attached: dict[int, asyncio.Event] = {}
-        self._reader = asyncio.create_task(self._read(), name="engine-reader")
         self._attacher = asyncio.create_task(self._attach(), name="engine-attacher")
 
     def __repr__(self) -> str:
@@ -92,18 +89,18 @@ class EngineProcess:
             ours, theirs = socket.socketpair()
             arguments += ["--chunk-socket", str(theirs.fileno())]
         try:
-            process = await asyncio.create_subprocess_exec(
+            _, engine = await asyncio.get_running_loop().subprocess_exec(
+                lambda: cls(ours),
                 *arguments,
                 stdin=PIPE,
                 stdout=PIPE,
+                stderr=None,
                 pass_fds=(theirs.fileno(),) if theirs is not None else (),
                 env=_environment(os.environ),
-                limit=_PIPE_BUFFER_BYTES,
             )
         finally:
             if theirs is not None:
                 theirs.close()
-        engine = cls(process, ours)
         for chunk in chunks:
             engine.attach(chunk)
         return engine
@@ -117,7 +114,7 @@ class EngineProcess:
         """Load the model. Raises ModelError or ConfigError when it cannot be served."""
         self._on_loading = on_loading
         self._send(Load(settings=settings, remembered_flash_attention=remembered_flash_attention))
-        waited: list[asyncio.Future[Any]] = [self._loaded, self._reader]
+        waited: list[asyncio.Future[Any]] = [self._loaded, self._ended]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not self._loaded.done():
             raise ModelError(
@@ -132,24 +129,19 @@ class EngineProcess:
         raise kind(event.message, field=event.field)
 
     async def ended(self) -> str:
-        """Wait for the process to end; "signal 9", "exit code 1"."""
-        code = await self._process.wait()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+        """Wait until the process has ended and its last event was taken; "signal 9", "exit code 1"."""
+        return await asyncio.shield(self._ended)
 
     async def close(self, limit_s: float, why: str) -> None:
         """Ask the process to end, kill it after `limit_s`, and fail whatever still waits."""
-        if self._gone is None:
-            self._send(Shutdown())
-        try:
-            await asyncio.wait_for(self._process.wait(), limit_s)
-        except TimeoutError:
-            with suppress(ProcessLookupError):  # it has just ended
-                self._process.kill()
-            await self._process.wait()
+        self._send(Shutdown())
+        await asyncio.wait([self._ended], timeout=limit_s)
+        if not self._ended.done():
+            self._transport.kill()
+        await self.ended()
         self._fail_pending(why)
         self._attacher.cancel()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, self._attacher, return_exceptions=True)
+        await asyncio.gather(self._attacher, return_exceptions=True)
 
     def _fail_pending(self, why: str) -> None:
         """From now on every call fails; those that wait do so now."""
@@ -224,20 +216,28 @@ class EngineProcess:
 
     # ----------------------------------------------------------------------------------------------------------- events
 
-    async def _read(self) -> None:
-        """Take events until the pipe ends; a process whose events make no sense is killed."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport), "made by subprocess_exec"
+        stdin = transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport), "spawned with a pipe"
+        self._transport, self._stdin = transport, stdin
+        self.pid = transport.get_pid()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Bytes from the process. One whose events make no sense is killed."""
         try:
-            while True:
-                head = await self._stdout.readexactly(HEAD.size)
-                body = await self._stdout.readexactly(frame_size(HEAD.unpack(head)[0]))
+            for body in self._cutter.feed(data):
                 self._take(decode_event(body))
-        except asyncio.IncompleteReadError:
-            return
-        finally:
-            if self._process.returncode is None and not self._stdout.at_eof():
-                self._process.kill()
-            if self._descriptors is not None:
-                self._descriptors.close()
+        except (ValueError, msgspec.MsgspecError):
+            self._transport.kill()
+            raise
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The process has ended and its pipes are closed."""
+        code = self._transport.get_returncode() or 0
+        if self._descriptors is not None:
+            self._descriptors.close()
+        self._ended.set_result(f"signal {-code}" if code < 0 else f"exit code {code}")
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Loading):
@@ -261,8 +261,8 @@ def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment: as inherited, with defaults that llama.cpp lacks.
 
     OpenMP threads that wait at a barrier spin for milliseconds by default; as soon as another process wants one of the
-    cores, a step takes 100 times as long. A short spin avoids that and costs about 4 % on an idle machine (measured: 7.5 ms a
-    token against 7.2; beside one busy process 24 ms against 3,000).
+    cores, a step takes 100 times as long. A short spin avoids that and costs about 4 % on an idle machine (measured on
+    two cores: 7.5 ms a token against 7.2; beside one busy process 24 ms against 3,000).
     """
     defaults = {"GGML_NO_BACKTRACE": "1"}  # an abort must end the process at once, not start a debugger first
     if "OMP_WAIT_POLICY" not in inherited:

@@ -9,7 +9,6 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import msgspec
 
@@ -20,7 +19,6 @@ _READ_BYTES = 1 << 20
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)
 _event_decoder = msgspec.msgpack.Decoder(Event)
-_M = TypeVar("_M")
 
 
 def encode_frame(message: Command | Event) -> bytes:
@@ -40,19 +38,38 @@ def frame_size(n_bytes: int) -> int:
     return n_bytes
 
 
-def read_commands(fd: int) -> Iterator[Command]:
-    """Commands from a blocking descriptor until its end."""
-    buffer = bytearray()
-    while data := os.read(fd, _READ_BYTES):
-        buffer += data
-        at = 0
+class FrameCutter:
+    """Cuts a stream of bytes, given piece by piece, into the bodies of its frames."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._missing = HEAD.size  # bytes until there is a head, or the rest of a frame, to look at
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete now. Raises ValueError for a length beyond the limit."""
+        self._pieces.append(data)
+        self._missing -= len(data)
+        if self._missing > 0:
+            return []
+        buffer, at, bodies = b"".join(self._pieces), 0, []
+        need = HEAD.size
         while len(buffer) - at >= HEAD.size:
             end = at + HEAD.size + frame_size(HEAD.unpack_from(buffer, at)[0])
             if end > len(buffer):
+                need = end - at
                 break
-            yield _command_decoder.decode(memoryview(buffer)[at + HEAD.size : end].tobytes())
+            bodies.append(buffer[at + HEAD.size : end])
             at = end
-        del buffer[:at]
+        self._pieces = [buffer[at:]]
+        self._missing = need - len(self._pieces[0])
+        return bodies
+
+
+def read_commands(fd: int) -> Iterator[Command]:
+    """Commands from a blocking descriptor until its end."""
+    cutter = FrameCutter()
+    while data := os.read(fd, _READ_BYTES):
+        yield from map(_command_decoder.decode, cutter.feed(data))
 
 
 class EventWriter:

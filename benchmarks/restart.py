@@ -48,7 +48,7 @@ def over_http(folder: Path) -> dict[str, float]:
     """Speed-up of the next turn after a restart, its reuse, and the write amplification of a second turn."""
     kept = folder / "kept"
     flags = ("--parallel", "1", "--conversation-cache-cold-dir")
-    messages: Messages = [{"role": "user", "content": prose(425, seed=1)}]
+    messages: Messages = [{"role": "user", "content": prose(365, seed=1)}]
     with serving(*flags, str(kept)) as server:
         say("reading the first turn (about 40 s)")
         first = server.chat(messages, max_tokens=16)
@@ -184,7 +184,7 @@ async def in_process(folder: Path) -> dict[str, object]:
     async with Bench(folder, "auto") as bench:
         assert bench.cache is not None
         flash = "on" if bench.engine.info.flash_attention else "off"
-        prompt = unpack_tokens((await bench.engine.prepare(text=prose(425, seed=3))).tokens)
+        prompt = unpack_tokens((await bench.engine.prepare(text=prose(365, seed=3))).tokens)
         say(f"in this process: reading {len(prompt)} tokens, flash attention {flash}")
         reply = await bench.generate(prompt, 0, 16)
         held = np.concatenate([prompt, reply])[:-1]

@@ -1,10 +1,9 @@
 """The engine thread: takes commands, moves blocks, runs one decode step after the other.
 
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
-commands (any number of metadata operations, but at most one capture or apply, so that a step is never delayed by more
-than one block), then one step: a row for every request that writes, plus one chunk of the oldest request that still
-reads its prompt. The events of a step leave in one write. Commands of one slot keep their order; those of others may
-pass. Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
+commands (any number of metadata operations; captures and applies until the stall budget is used), then one step: a row
+for every request that writes, plus one chunk of the oldest request that still reads its prompt. The events of a step
+leave in one write. Commands of one slot keep their order; those of others may pass. Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ from strata.engine.startup import Served
 SlotCommand = Run | Fork | Trim | Capture | Apply
 Send = Callable[[Sequence[Event]], None]
 
+_STALL_WRITING_S = 0.004  # a step may move blocks for so long while a slot writes (DESIGN §5.8) ...
+_STALL_READING_S = 0.25  # ... and for so long while others only read: their steps take seconds on a CPU
 _NO_FREE_CELLS = 1  # llama_decode's code; nothing was changed then
 
 
@@ -105,14 +106,16 @@ class Loop:
                 return
 
     def _work(self) -> None:
-        """Carry out what waits, in order per slot; at most one block."""
+        """Carry out what waits, in order per slot; blocks only until the stall budget is used (at least one)."""
         kept: list[SlotCommand] = []
         blocked: set[int] = set()
+        writing = any(request.is_writing for request in self._active)
+        ends = time.perf_counter() + (_STALL_WRITING_S if writing else _STALL_READING_S)
         moved = False
         for command in self._waiting:
             touched = _slots_of(command)
             is_block = isinstance(command, Capture | Apply)
-            if touched & blocked or (is_block and moved):
+            if touched & blocked or (is_block and moved and time.perf_counter() > ends):
                 kept.append(command)
                 blocked |= touched
                 continue

@@ -10,7 +10,6 @@ import threading
 import httpx
 import openai
 import pytest
-
 from tests.serve.running import RunningServer, wait_for
 from tests.serve.test_restart import FIRST, ask, cached, next_turn, said
 

@@ -9,11 +9,11 @@ import random
 import time
 
 import pytest
+from tests.serve.running import RunningServer, wait_for
+from tests.serve.test_restart import ask, cached, said
 
 from strata.store.format import decode_manifest
 from strata.store.level import Level
-from tests.serve.running import RunningServer, wait_for
-from tests.serve.test_restart import ask, cached, said
 
 SEED = 20261130
 SERVER_KILLS = 12

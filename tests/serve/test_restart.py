@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.serve.running import RunningServer, refusal
 
 FACTS = " ".join(f"Fact {i}: drawer {i} of the cabinet holds {i * 7 % 97} brass keys." for i in range(75))

@@ -3,7 +3,8 @@
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
 commands (any number of metadata operations; captures and applies until the stall budget is used), then one step: a row
 for every request that writes, plus one chunk of the oldest request that still reads its prompt. The events of a step
-leave in one write. Commands of one slot keep their order; those of others may pass. Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
+leave in one write. Commands of one slot keep their order; those of others may pass.
+Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
 """
 
 from __future__ import annotations

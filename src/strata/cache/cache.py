@@ -155,7 +155,10 @@ class ConversationCache:
         """Never serve a bad segment again; a damaged file is renamed, never deleted."""
         where = bad.key.hex()[:12]
         log.warning("segment %s: %s; the conversation is restored up to it and read from there", where, bad.reason)
+        n_bytes = self.index.bytes_of(bad.key)
         self.index.remove_segments([bad.key])
+        if not bad.damaged:
+            self.index.note_bytes(bad.key, n_bytes)  # the file stays, and goes when its conversations go
         if bad.damaged and bad.stage is not None:
             self.counters.quarantined += 1
             self._writer.quarantine(bad.key, bad.stage)
@@ -188,18 +191,23 @@ class ConversationCache:
         return parking
 
     async def finish_park(self, parking: Parking) -> bool:
-        """Capture, write, commit; True when the state, or the prefix of it that was captured, is durable."""
+        """Capture, write, commit; True when all of the state is durable, not only a prefix of it."""
         plan, durable = parking.plan, frozenset[Key]()
         try:
-            reached = await self._arrived(plan, await parking.capture())
-            durable = await self._commit(plan, reached, parking.stop_reason)
+            captured = await parking.capture()
+            reached = await self._arrived(plan, captured)
+            reason = parking.stop_reason if reached == captured else "a segment it shares with another park was lost"
+            durable = await self._commit(plan, reached, reason)
+            # The ticket wrote more than the manifest names.
+            unnamed = [s.key for s in plan.segments[reached:captured] if s.key in plan.missing]
+            self._drop((), unnamed)
         finally:
             self._parks.discard(parking)
             self.index.release(s.key for s in plan.segments)
             for key in plan.missing:
                 self._coming.pop(key).set_result(key in durable)
             self._make_room(0)
-        return bool(durable)
+        return len(durable) == len(plan.segments)
 
     async def _arrived(self, plan: ParkPlan, reached: int) -> int:
         """How many of the captured segments can be named: those that other parks write must have become durable."""

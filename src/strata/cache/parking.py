@@ -52,6 +52,7 @@ class Parking:
         self._blocks = blocks
         self._writer = writer
         self._counters = counters
+        self._engine_generation = engine.generation
         self._captured = asyncio.Event()
         self._wanted = False
         self._unwritten = {s.key: self._file_bytes(s) for s in plan.segments if s.key in plan.missing}
@@ -65,6 +66,11 @@ class Parking:
     def unwritten_bytes(self) -> int:
         """Bytes of this park that are not on disk yet."""
         return sum(self._unwritten.values())
+
+    @property
+    def reach(self) -> int:
+        """The positions of the slot that this park captures from: [0, reach)."""
+        return len(self.plan.job.tokens)
 
     def _file_bytes(self, segment: Segment) -> int:
         info = self._engine.info
@@ -111,6 +117,8 @@ class Parking:
 
     async def _capture_block(self, start: int, end: int, spans: tuple[Span, ...]) -> str:
         """Empty when the block was captured, else why not."""
+        if self._engine.generation != self._engine_generation:
+            return "the engine was replaced; the new one does not hold it"
         try:
             outcome = await self._engine.capture(self.plan.job.slot, start, end, spans)
         except (EngineGone, EngineRefused) as error:

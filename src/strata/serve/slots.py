@@ -69,9 +69,10 @@ class Slot:
         """The slot holds nothing (any more)."""
         self.root, self.tokens, self.frontier, self.parked = None, NOTHING, 0, True
 
-    async def give_way(self) -> None:
-        """Let parks take what they still can out of this slot before it changes; never waits for the disk."""
-        await asyncio.gather(*(parking.give_way() for parking in tuple(self.parkings)))
+    async def give_way(self, keep: int) -> None:
+        """Let parks take what they still can out of the slot behind `keep` before it changes; no wait for the disk."""
+        reaching = [parking for parking in self.parkings if parking.reach > keep]
+        await asyncio.gather(*(parking.give_way() for parking in reaching))
 
 
 class Slots:
@@ -81,6 +82,7 @@ class Slots:
         self.all = tuple(Slot(index=i) for i in range(n))
         self._clock = clock
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._promised = 0  # idle slots that belong to requests which were woken and have not run yet
 
     def __repr__(self) -> str:
         return f"Slots({list(self.all)}, {len(self._waiting)} waiting)"
@@ -94,7 +96,7 @@ class Slots:
 
         `reuse` False: start from nothing. Raises Busy when too many wait.
         """
-        if self._waiting or all(slot.busy for slot in self.all):
+        if self._waiting or sum(not slot.busy for slot in self.all) <= self._promised:
             await self._wait()
         views = [slot.view(root, prompt) for slot in self.all]
         seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
@@ -113,11 +115,13 @@ class Slots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled():
+                self._promised -= 1
                 self._wake()  # the slot was ours: pass it on
-            else:
+            elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
+        self._promised -= 1
 
     def give_back(self, slot: Slot) -> None:
         """The request in this slot has ended."""
@@ -129,6 +133,7 @@ class Slots:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
+                self._promised += 1
                 return
 
     def forget_all(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from strata.cache.cache import ConversationCache
 from strata.cache.parking import Parking, ParkJob
 from strata.engine.protocol import Delta, Engine, Finished, Generation, Progress, Run, pack_tokens, unpack_tokens
-from strata.errors import BadRequest, ContextOverflow, RunError, StrataError
+from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.rules.slots import Seat
 from strata.serve.request import Admitted, CacheReport, Completed, Reading, Started, Text, TurnEvent, TurnRequest
@@ -55,11 +55,13 @@ async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnE
     """
     prompt = await prepare(shop.engine, request)
     check_fits(shop.engine, prompt)
+    check_bias(shop.engine, request)
     yield Admitted(prompt_tokens=len(prompt.tokens))
     slot, seat = await shop.slots.take(prompt.root, prompt.tokens, reuse=request.cache_prompt)
-    run = Running(slot=slot, prompt=prompt)
+    run = Running(slot=slot, prompt=prompt, engine_generation=shop.engine.generation)
     try:
         report = await fill(shop, slot, seat, prompt, reuse=request.cache_prompt)
+        run.check_engine(shop.engine)
         yield Started(slot=slot.index, cache=report)
         run.generation = shop.engine.run(command(shop.engine, slot, prompt, request, keep=report.reused))
         async for event in run.generation:
@@ -85,6 +87,7 @@ class Running:
 
     slot: Slot
     prompt: Prompt
+    engine_generation: int  # of the engine process that the slot was taken in
     generation: Generation | None = None
     generated: list[Tokens] = field(default_factory=list)
     finished: Finished | None = None
@@ -99,6 +102,11 @@ class Running:
         self.slot.doing, self.slot.tokens = "writing", self.prompt.tokens
         self.generated.append(unpack_tokens(event.tokens))
         return Text(text=event.text, n_tokens=len(self.generated[-1]))
+
+    def check_engine(self, engine: Engine) -> None:
+        """Raises EngineGone when the engine is another one than when the slot was taken: it holds nothing of ours."""
+        if engine.generation != self.engine_generation:
+            raise EngineGone("the engine was replaced while the request was prepared; send it again", retry_after_s=1)
 
     def end(self) -> Finished:
         assert self.finished is not None, "the engine ended a request without Finished"
@@ -133,14 +141,23 @@ def check_fits(engine: Engine, prompt: Prompt) -> None:
         )
 
 
+def check_bias(engine: Engine, request: TurnRequest) -> None:
+    """Raises BadRequest for a logit bias of a token that the model does not have."""
+    n_tokens = engine.info.vocab_tokens
+    unknown = [token for token in request.sampling.logit_bias if not 0 <= token < n_tokens]
+    if unknown:
+        raise BadRequest(
+            f"logit_bias: token {unknown[0]} does not exist; this model has the ids 0 to {n_tokens - 1}",
+            field="logit_bias",
+        )
+
+
 async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse: bool) -> CacheReport:
     """Bring in what need not be read again: the slot's own prefix or a fork, then what the cache has beyond that."""
-    stays_whole = seat.fork_from is None and seat.keep == len(slot.tokens)
     slot.tokens = slot.tokens[: seat.keep] if seat.fork_from is None else NOTHING
     slot.root, slot.frontier = prompt.root, 0
-    if not stays_whole:
-        await slot.give_way()
-    held = await take_live(shop.engine, slot, seat)
+    await slot.give_way(len(slot.tokens))
+    held = await take_live(shop, slot, seat, prompt)
     slot.tokens, slot.parked = prompt.tokens[:held], True
     sources = [] if not held else ["live" if seat.fork_from is None else "fork"]
     restore_s: float | None = None
@@ -154,15 +171,18 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)
 
 
-async def take_live(engine: Engine, slot: Slot, seat: Seat) -> int:
+async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt) -> int:
     """Cut the slot back to what it keeps, or fork; the positions it holds then, 0 when the memory cannot do it."""
-    if seat.fork_from is not None:
-        done = await engine.fork(seat.fork_from, slot.index, seat.keep)
+    keep = seat.keep
+    if seat.fork_from is None:
+        done = await shop.engine.trim(slot.index, keep)
     else:
-        done = await engine.trim(slot.index, seat.keep)
-    if done.ok and done.held == seat.keep:
-        return seat.keep
-    await engine.trim(slot.index, 0)
+        # While parks were given way, another request may have taken the source.
+        keep = min(keep, shop.slots.all[seat.fork_from].view(prompt.root, prompt.tokens).shared)
+        done = await shop.engine.fork(seat.fork_from, slot.index, keep)
+    if done.ok and done.held == keep:
+        return keep
+    await shop.engine.trim(slot.index, 0)
     return 0
 
 
@@ -194,6 +214,7 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
             # Half a reply is nobody's history; what was read of the prompt is.
             held = min(finished.held, len(run.prompt.tokens)) if cancelled else finished.held
             slot.tokens, slot.parked = run.held_tokens(held), False
+        run.check_engine(shop.engine)
         slot.frontier = prefix.frontier(slot.tokens, shop.engine.info.openers) or 0
         if not request.cache_prompt:
             slot.forget()

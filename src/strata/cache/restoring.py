@@ -16,6 +16,7 @@ from strata.cache.blocks import BlockPool
 from strata.cache.parking import block_lengths
 from strata.cache.state import HeldSegment, Match
 from strata.engine.protocol import Engine
+from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, NotRead, Reader
@@ -65,6 +66,7 @@ class Restoring:
         self._reader = reader
         self._blocks = blocks
         self._slot = slot
+        self._engine_generation = engine.generation
         block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
         self._window = min(16, max(2, READ_AHEAD_BYTES // block_bytes))
 
@@ -199,6 +201,8 @@ class Restoring:
             self._blocks.give_back(spans)
         if done.ok and done.held == upto:
             return None
+        if self._engine.generation != self._engine_generation:
+            raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
         return BadSegment(key=block.key, stage=None, damaged=False, reason=reason)
 

@@ -92,8 +92,8 @@ class EngineClient:
 
     async def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
         """End the process: after its current step, or by force after `limit_s` seconds."""
-        self._become("closed")
         self._why_gone = "the server is shutting down"
+        self._become("closed")
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)

@@ -65,7 +65,7 @@ class Bench:
 
 
 @every_case
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize("n_stages", [1, 3])
 def test_bytes_are_equal_after_apply_at_another_place(case: str, n_stages: int, make_context: MakeContext) -> None:
     name, options = CASES[case]
     bench = Bench(make_context(name, **options), n_stages)

@@ -64,7 +64,6 @@ class EngineProcess(asyncio.SubprocessProtocol):
 
     def __init__(self, descriptors: socket.socket | None) -> None:
         loop = asyncio.get_running_loop()
-        self.pid = 0
         self._descriptors = descriptors
         self._gone: str | None = None  # why, once it is
         self._cutter = FrameCutter()
@@ -76,6 +75,10 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._to_attach: asyncio.Queue[Chunk] = asyncio.Queue()
         self._attached: dict[int, asyncio.Event] = {}
         self._attacher = asyncio.create_task(self._attach(), name="engine-attacher")
+
+    @property
+    def pid(self) -> int:
+        return int(self._transport.get_pid())
 
     def __repr__(self) -> str:
         return f"EngineProcess(pid {self.pid}, {len(self._jobs)} jobs, {len(self._runs)} runs, gone: {self._gone})"
@@ -221,7 +224,6 @@ class EngineProcess(asyncio.SubprocessProtocol):
         stdin = transport.get_pipe_transport(0)
         assert isinstance(stdin, asyncio.WriteTransport), "spawned with a pipe"
         self._transport, self._stdin = transport, stdin
-        self.pid = transport.get_pid()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Bytes from the process. One whose events make no sense is killed."""

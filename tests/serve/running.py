@@ -160,6 +160,15 @@ class RunningServer:
         assert isinstance(pid, int)
         return pid
 
+    def wait_for_engine_after(self, pid: int) -> None:
+        """Wait until another engine process than `pid` serves."""
+
+        def look() -> bool:
+            status = self.status()
+            return bool(status["ready"]) and status["engine"]["pid"] not in (None, pid)
+
+        wait_for(look, "a new engine", START_S)
+
     @property
     def level(self) -> dict[str, Any]:
         """The state of the cold level."""

@@ -28,7 +28,7 @@ def test_a_killed_engine_fails_the_request_clearly_and_comes_back_with_everythin
         with pytest.raises((openai.APIError, httpx.HTTPError), match="engine"):
             for _ in stream:
                 pass
-        wait_for(lambda: server.status()["ready"] and server.engine_pid != pid, "a new engine", 60)
+        server.wait_for_engine_after(pid)
         answer = ask(server, next_turn(first))
         assert cached(answer) == kept
         assert server.status()["engine"]["generation"] == 2

@@ -9,7 +9,7 @@ import random
 import time
 
 import pytest
-from tests.serve.running import RunningServer, wait_for
+from tests.serve.running import RunningServer
 from tests.serve.test_restart import ask, cached, said
 
 from strata.store.format import decode_manifest
@@ -92,7 +92,7 @@ def test_the_engine_killed_while_it_parks(tmp_path, round_):
             ask(server, prompt(i), max_tokens=2)
             time.sleep(rng.uniform(0, 0.05))
             pid = server.kill_engine()
-            wait_for(lambda pid=pid: server.status()["ready"] and server.engine_pid != pid, "a new engine", 60)
+            server.wait_for_engine_after(pid)
             assert before.items() <= acknowledged(server).items(), f"kill {i}, seed {SEED + round_}"
         server.settled()
         last = acknowledged(server)

@@ -24,6 +24,10 @@ class BlockPool:
     def __repr__(self) -> str:
         return f"BlockPool({self._arena!r}, {len(self._waiters)} waiting)"
 
+    def can_ever_park(self, lengths: tuple[int, ...]) -> bool:
+        """Whether a park can have these spans at once when everything else has come back."""
+        return sum(lengths) <= self._park_limit_bytes
+
     def try_take(self, lengths: tuple[int, ...], *, restoring: bool) -> tuple[Span, ...] | None:
         """One span per length, all or none."""
         if not restoring and self._arena.used_bytes + sum(lengths) > self._park_limit_bytes:

@@ -73,7 +73,8 @@ class ConversationCache:
         self._reader = Reader(level)
         self._tickets = 0
         self._parks: set[Parking] = set()
-        self._coming: dict[Key, asyncio.Future[bool]] = {}  # segments that a park is writing
+        # Segments that a park is writing: its ticket, and whether they became durable.
+        self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
         self._unusable: dict[Key, list[int]] = {}  # stages of segments whose files have a wrong size
         self._dropping_bytes = 0
         self._load()
@@ -183,7 +184,7 @@ class ConversationCache:
         parking = Parking(plan, engine=self._engine, blocks=self._blocks, writer=self._writer, counters=self.counters)
         self.index.lease(keys)
         for key in missing:
-            self._coming[key] = asyncio.get_running_loop().create_future()
+            self._coming[key] = self._tickets, asyncio.get_running_loop().create_future()
             for stage in self._unusable.pop(key, ()):
                 self._writer.quarantine(key, stage)
         self._make_room(parking.unwritten_bytes)
@@ -198,25 +199,29 @@ class ConversationCache:
             reached = await self._arrived(plan, captured)
             reason = parking.stop_reason if reached == captured else "a segment it shares with another park was lost"
             durable = await self._commit(plan, reached, reason)
-            # The ticket wrote more than the manifest names.
-            unnamed = [s.key for s in plan.segments[reached:captured] if s.key in plan.missing]
-            self._drop((), unnamed)
+            # The ticket may have written more than the manifest names.
+            self._drop_unnamed(s.key for s in plan.segments[reached:captured] if s.key in plan.missing)
         finally:
             self._parks.discard(parking)
             self.index.release(s.key for s in plan.segments)
             for key in plan.missing:
-                self._coming.pop(key).set_result(key in durable)
+                self._coming.pop(key)[1].set_result(key in durable)
             self._make_room(0)
         return len(durable) == len(plan.segments)
 
     async def _arrived(self, plan: ParkPlan, reached: int) -> int:
-        """How many of the captured segments can be named: those that other parks write must have become durable."""
+        """How many of the captured segments can be named: those that other parks write must have become durable.
+
+        Waits for parks that began earlier only: a segment that was lost meanwhile may be coming again from a later one,
+        which may be waiting for this one.
+        """
         for i, segment in enumerate(plan.segments[:reached]):
             if segment.key in plan.missing:
                 continue
-            coming = self._coming.get(segment.key)
-            there = await asyncio.shield(coming) if coming is not None else self.index.holds(segment.key)
-            if not there:
+            ticket, coming = self._coming.get(segment.key, (plan.ticket, None))
+            if coming is not None and ticket < plan.ticket:
+                await asyncio.shield(coming)
+            if not self.index.holds(segment.key):
                 return i
         return reached
 
@@ -230,7 +235,7 @@ class ConversationCache:
         manifest = self._manifest(job, plan.segments[:reached])
         outcome = await asyncio.wrap_future(self._writer.commit(plan.ticket, manifest))
         if not isinstance(outcome, Committed):
-            self._drop((), [key for key in outcome.left if not self.index.holds(key)])
+            self._drop_unnamed(outcome.left)
             self._park_failed(job, outcome.reason)
             return frozenset()
         cut_short = reached < len(plan.segments)
@@ -315,6 +320,10 @@ class ConversationCache:
         self.index.remove_segments(gone)
         self._dropping_bytes += n_bytes
         asyncio.wrap_future(self._writer.drop(serials, gone)).add_done_callback(partial(self._dropped, n_bytes))
+
+    def _drop_unnamed(self, keys: Iterable[Key]) -> None:
+        """Delete what a park wrote in vain; not what was there before and belongs to a stored conversation."""
+        self._drop((), [key for key in keys if not self.index.is_named(key)])
 
     def _dropped(self, n_bytes: int, _: object) -> None:
         self._dropping_bytes -= n_bytes

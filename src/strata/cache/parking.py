@@ -7,6 +7,7 @@ long as the arena has blocks free, and what it has captured by then is what the 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,27 +94,36 @@ class Parking:
             self._captured.set()
 
     async def _capture_segment(self, segment: Segment) -> bool:
-        blocks: list[tuple[Span, ...]] = []
-        for start, end in prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens):
-            spans = await self._take_spans(end - start)
-            if spans is not None:
-                blocks.append(spans)
-                self.stop_reason = await self._capture_block(start, end, spans)
+        ranges = prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens)
+        blocks = await self._take_blocks([end - start for start, end in ranges])
+        for (start, end), spans in zip(ranges, blocks, strict=False):
+            self.stop_reason = await self._capture_block(start, end, spans)
             if self.stop_reason:
-                for taken in blocks:
-                    self._blocks.give_back(taken)
-                return False
+                break
+        if self.stop_reason:
+            for spans in blocks:
+                self._blocks.give_back(spans)
+            return False
         self._write(segment, blocks)
         return True
 
-    async def _take_spans(self, n_tokens: int) -> tuple[Span, ...] | None:
-        lengths = block_lengths(self._engine, n_tokens)
-        while (spans := self._blocks.try_take(lengths, restoring=False)) is None:
+    async def _take_blocks(self, n_tokens: Sequence[int]) -> list[tuple[Span, ...]]:
+        """The spans of a segment's blocks; none, with a reason to stop, when they cannot be had.
+
+        All at once: parks that each hold a part of what they need could wait for each other for ever.
+        """
+        lengths = [block_lengths(self._engine, n) for n in n_tokens]
+        wanted = tuple(length for block in lengths for length in block)
+        if not self._blocks.can_ever_park(wanted):
+            self.stop_reason = f"a segment needs {sum(wanted)} bytes of the arena, more than parks may have"
+            return []
+        while (spans := self._blocks.try_take(wanted, restoring=False)) is None:
             if self._wanted:
                 self.stop_reason = "its slot was wanted while the writer was behind"
-                return None
+                return []
             await self._blocks.returned()
-        return spans
+        n_stages = len(self._engine.info.stages)
+        return [spans[i : i + n_stages] for i in range(0, len(spans), n_stages)]
 
     async def _capture_block(self, start: int, end: int, spans: tuple[Span, ...]) -> str:
         """Empty when the block was captured, else why not."""
@@ -129,7 +139,7 @@ class Parking:
         self._counters.capture_s += outcome.seconds
         return ""
 
-    def _write(self, segment: Segment, blocks: list[tuple[Span, ...]]) -> None:
+    def _write(self, segment: Segment, blocks: Sequence[tuple[Span, ...]]) -> None:
         """Hand the segment's blocks to the writer, one file per stage; each block comes back when it is written."""
         info = self._engine.info
         for stage, shape in enumerate(info.stages):

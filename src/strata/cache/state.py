@@ -136,6 +136,10 @@ class LevelIndex:
         """Whether the segment is durable and can be used."""
         return key in self._segments
 
+    def is_named(self, key: Key) -> bool:
+        """Whether a stored conversation names the segment, usable or not."""
+        return self._references[key] > 0
+
     def bytes_of(self, key: Key) -> int:
         """What the segment's files take on disk; 0 for an unknown one."""
         return self._bytes.get(key, 0)

@@ -1,0 +1,378 @@
+"""Everything a turn works with, around the fake engine: an arena, a level on disk, the cache, the slots.
+
+The engine answers a few turns of the event loop after a job was sent, calls a hook at every step (`on_step`), and can
+die and come back. `check` holds what must be true whenever nothing runs: DESIGN §5, and CASES' invariants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from strata.cache.cache import CacheLimits, ConversationCache
+from strata.cache.state import Conversation
+from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
+from strata.engine.protocol import Delta, Done, Finished, Prepared, Progress, Run, Sampling, unpack_tokens
+from strata.errors import EngineGone, RunError
+from strata.rules import prefix
+from strata.serve.request import CacheReport, Completed, Started, Text, TurnEvent, TurnRequest
+from strata.serve.slots import Slots
+from strata.serve.turn import Workshop, run_turn
+from strata.store.arena import Arena
+from strata.store.filesystem import Filesystem
+from strata.store.fs import aligned_buffer
+from strata.store.level import Level
+from strata.types import MIB, Segment, Span, Tokens, pad_to_page
+
+LIMIT_S = 30.0
+"""Longest a test waits for anything."""
+BLOCK = 16 << 10
+"""What a full block of the fake engine takes in the arena: head room and payload."""
+GREEDY = Sampling(temperature=0)
+
+T = TypeVar("T")
+Hook = Callable[[str], None]
+
+
+def no_hook(_: str) -> None:
+    """Nothing happens at any step."""
+
+
+async def ticks(n: int) -> None:
+    """Let everything else run, `n` times."""
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+class HookedEngine(FakeEngine):
+    """Jobs are carried out when they are sent and answered later. `delay`: turns of the loop until the answer."""
+
+    def __init__(self, arena: Arena, *, slots: int, stages: int, context: int = 4096) -> None:
+        super().__init__(arena, slots=slots, stages=stages, context=context)
+        self.on_step: Hook = no_hook
+        self.delay: Callable[[str], int] = lambda _: 1
+        self.down = False
+        self.on_restart: Callable[[], None] = lambda: None
+
+    def kill(self) -> None:
+        """The process is gone; `restart` brings a new one."""
+        super().kill()
+        self.down = True
+
+    def restart(self) -> None:
+        if self.down:
+            self.down = False
+            self.on_restart()
+
+    def step(self, name: str) -> None:
+        self.on_step(name)
+        if self.down:
+            raise EngineGone("the engine process ended (signal 9); a new one is starting, send the request again")
+
+    async def _job(self, name: str, work: Callable[[], Any]) -> Any:
+        self.step(name)
+        born = self.generation
+        outcome = await work()
+        await ticks(self.delay(name))
+        self.step(f"{name} answered")
+        await asyncio.sleep(0)
+        if self.generation != born:
+            raise EngineGone("the engine process ended (signal 9); a new one is starting, send the request again")
+        return outcome
+
+    async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared:
+        work = super().prepare
+        return await self._job("prepare", lambda: work(messages_json=messages_json, text=text))
+
+    async def fork(self, source: int, target: int, n: int) -> Done:
+        work = super().fork
+        return await self._job("fork", lambda: work(source, target, n))
+
+    async def trim(self, slot: int, n: int) -> Done:
+        work = super().trim
+        return await self._job("trim", lambda: work(slot, n))
+
+    async def capture(self, slot: int, start: int, end: int, spans: tuple[Span, ...]) -> Done:
+        work = super().capture
+        return await self._job("capture", lambda: work(slot, start, end, spans))
+
+    async def apply(
+        self, slot: int, *, start: int, end: int, from_: int, upto: int, spans: tuple[Span, ...], tokens: Tokens
+    ) -> Done:
+        work = super().apply
+        return await self._job(
+            "apply",
+            lambda: work(slot, start=start, end=end, from_=from_, upto=upto, spans=spans, tokens=tokens),
+        )
+
+    def run(self, command: Run) -> HookedRun:
+        self.step("run")
+        return HookedRun(self, super().run(command), command.slot)
+
+
+class HookedRun:
+    """A run of a HookedEngine. A RunError that the hook raises ends it, as an engine error does."""
+
+    def __init__(self, engine: HookedEngine, inner: FakeRun, slot: int) -> None:
+        self._engine, self._inner, self._slot = engine, inner, slot
+        self._error: RunError | None = None
+
+    def __aiter__(self) -> HookedRun:
+        return self
+
+    async def __anext__(self) -> Progress | Delta | Finished:
+        try:
+            self._engine.step("event")
+        except RunError as error:
+            self._engine.running.pop(self._slot, None)
+            states = self._engine.states[self._slot]
+            del states[error.held :]
+            self._error = RunError(error.message, held=len(states))
+            raise self._error from None
+        await ticks(self._engine.delay("event"))
+        return await anext(self._inner)
+
+    async def cancel(self) -> Finished:
+        self._engine.step("cancel")
+        if self._error is not None:
+            raise self._error
+        await ticks(self._engine.delay("cancel"))
+        return await self._inner.cancel()
+
+
+# ---------------------------------------------------------------------------------------------------- the right answers
+
+
+def states_of(tokens: Tokens) -> list[bytes]:
+    """The state of every position: what a slot that read `tokens` holds."""
+    states: list[bytes] = []
+    for token in tokens:
+        states.append(next_state(states[-1] if states else b"", int(token)))
+    return states
+
+
+def right_answer(prompt: Tokens, max_tokens: int) -> str:
+    """What an engine that reads all of `prompt` replies, greedily and past any end."""
+    state, text = states_of(prompt)[-1], ""
+    for _ in range(max_tokens):
+        letter = ord("a") + state[1] % 26
+        text += chr(letter)
+        state = next_state(state, letter + 10)
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a turn gave."""
+
+    text: str
+    report: CacheReport
+    completed: Completed
+
+
+def ask(
+    *messages: str, system: str = "", namespace: str = "", max_tokens: int = 4, cache_prompt: bool = True
+) -> TurnRequest:
+    """A conversation: `system`, then user and assistant in turn."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
+    head = [{"role": "system", "content": system}] if system else []
+    return TurnRequest(
+        namespace=namespace,
+        messages=(*head, *turns),
+        sampling=GREEDY,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        cache_prompt=cache_prompt,
+    )
+
+
+def later(request: TurnRequest, reply: str, text: str = "go on") -> TurnRequest:
+    """The next turn of a conversation."""
+    assert request.messages is not None
+    texts = [str(m["content"]) for m in request.messages if m["role"] != "system"]
+    system = str(request.messages[0]["content"]) if request.messages[0]["role"] == "system" else ""
+    return ask(*texts, reply, text, system=system, namespace=request.namespace)
+
+
+def words(seed: int, n_chars: int) -> str:
+    """Text of exactly `n_chars` characters (tokens of the fake engine) that no other seed gives."""
+    letters = np.random.default_rng(seed).integers(ord("a"), ord("z") + 1, n_chars)
+    return "".join(map(chr, letters))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 what it waits for has no event, and may be in another thread
+            await asyncio.sleep(0)
+
+
+# ------------------------------------------------------------------------------------------------------------ the bench
+
+
+class Workbench:
+    """A workshop whose parts a test can reach. Make it inside a running event loop; `close` at the end."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        slots: int = 2,
+        stages: int = 1,
+        block_tokens: int = 256,
+        arena_bytes: int = 64 * MIB,
+        budget_bytes: int = 1 << 40,
+        fs: Filesystem | None = None,
+    ) -> None:
+        self.arena = Arena(arena_bytes, MIB, pretouch=False, large_pages=False)
+        self.engine = HookedEngine(self.arena, slots=slots, stages=stages)
+        self.engine.info = msgspec.structs.replace(self.engine.info, block_tokens=block_tokens)
+        self.level = Level.open(root, fs=fs)
+        self._now = 0.0
+        limits = CacheLimits(budget_bytes=budget_bytes)
+        self.cache = ConversationCache(
+            engine=self.engine, arena=self.arena, level=self.level, limits=limits, clock=self._clock
+        )
+        self.slots = Slots(slots, self._clock)
+        self.engine.on_restart = self.slots.forget_all
+        self.shop = Workshop(engine=self.engine, slots=self.slots, cache=self.cache)
+
+    def _clock(self) -> float:
+        self._now += 1
+        return self._now
+
+    # -------------------------------------------------------------------------------------------------------------- use
+
+    async def prompt_of(self, request: TurnRequest) -> Tokens:
+        """The request's prompt as tokens, past the hooks."""
+        hook, self.engine.on_step = self.engine.on_step, no_hook
+        down, self.engine.down = self.engine.down, False
+        try:
+            return (await self._prepare(request)).copy()
+        finally:
+            self.engine.on_step, self.engine.down = hook, down
+
+    async def _prepare(self, request: TurnRequest) -> Tokens:
+        messages = msgspec.json.encode(request.messages)
+        return unpack_tokens((await FakeEngine.prepare(self.engine, messages_json=messages)).tokens)
+
+    async def turn(self, request: TurnRequest, *, stop_after: int | None = None) -> Answer | None:
+        """Run a turn and compare its text with the right answer; None when it was left after `stop_after` events."""
+        text, report = "", None
+        async with asyncio.timeout(LIMIT_S), aclosing(run_turn(self.shop, request)) as events:
+            seen = 0
+            async for event in events:
+                text += event.text if isinstance(event, Text) else ""
+                report = event.cache if isinstance(event, Started) else report
+                if isinstance(event, Completed):
+                    assert report is not None
+                    await self._check_answer(request, text, event)
+                    return Answer(text=text, report=report, completed=event)
+                seen += 1
+                if stop_after is not None and seen > stop_after:
+                    return None
+        raise AssertionError("a turn ended without Completed")
+
+    async def _check_answer(self, request: TurnRequest, text: str, completed: Completed) -> None:
+        prompt = await self.prompt_of(request)
+        assert request.max_tokens is not None
+        assert text == right_answer(prompt, request.max_tokens), completed
+        assert completed.prompt_tokens == len(prompt)
+        assert 0 <= completed.cached_tokens < len(prompt)
+
+    async def whole(self, request: TurnRequest) -> Answer:
+        """A turn that must complete, with all its parks done."""
+        answer = await self.turn(request)
+        assert answer is not None
+        await self.settle()
+        return answer
+
+    async def events(self, request: TurnRequest) -> list[TurnEvent]:
+        async with asyncio.timeout(LIMIT_S), aclosing(run_turn(self.shop, request)) as events:
+            return [event async for event in events]
+
+    async def settle(self) -> None:
+        """Wait until every park is done and the writer has nothing left."""
+        async with asyncio.timeout(LIMIT_S):
+            while self.shop.parks:
+                await asyncio.wait(set(self.shop.parks))
+            assert await self.cache.flush(LIMIT_S)
+            # Callbacks of threads, and turns that end after their client left.
+            await until(lambda: not self.arena.used_bytes and not any(slot.busy for slot in self.slots.all))
+
+    # ----------------------------------------------------------------------------------------------------------- checks
+
+    async def check(self) -> None:
+        """Everything that must be true when nothing runs."""
+        await self.settle()
+        assert self.cache.index.check() == []
+        assert self.arena.used_bytes == 0
+        assert self.slots.waiting == 0
+        assert self.engine.wrong_restores == 0
+        assert self.engine.running == {}
+        counts = self.cache.counters
+        assert counts.lookups == counts.disk_hits + counts.disk_misses
+        for slot in self.slots.all:
+            assert (slot.busy, slot.doing, slot.parkings) == (False, "idle", set())
+            held = self.engine.states[slot.index][: len(slot.tokens)]
+            assert held == states_of(slot.tokens), f"{slot!r} does not hold what it claims"
+        self._check_level()
+
+    def _check_level(self) -> None:
+        assert self.level.used_bytes == self.level.usage() == self.cache.used_bytes
+        index = self.cache.index
+        everything = index.plan_eviction(used_bytes=self.level.used_bytes, need_bytes=0, budget_bytes=0)
+        assert len(everything.serials) == len(index.conversations()), "something is still leased"
+        for conversation in index.conversations():
+            for segment in segments_of(conversation):
+                if index.holds(segment.key):
+                    self._check_segment(conversation, segment)
+        scan = self.level.scan(self.engine.info.fingerprint)
+        readable = {stale.serial for stale in scan.stale if stale.manifest is not None}
+        on_disk = {stored.manifest.serial for stored in scan.manifests} | {foreign.serial for foreign in scan.foreign}
+        assert on_disk | readable == {c.serial for c in index.conversations()}
+        assert scan.temporary == ()
+        unknown = [key for key in scan.orphans if not index.bytes_of(key)]
+        assert not unknown, f"{len(unknown)} segments on disk that nobody would ever delete"
+
+    def _check_segment(self, conversation: Conversation, segment: Segment) -> None:
+        """The files of a segment hold exactly the states of its tokens."""
+        states = states_of(conversation.tokens[: segment.end])[segment.start :]
+        for stage in range(len(self.engine.info.stages)):
+            header = self.level.read_header(segment.key, stage)
+            for i, block in enumerate(header.blocks):
+                view = aligned_buffer(pad_to_page(block.length))
+                self.level.read_block(header, i, view)
+                held = states[block.start - segment.start : block.end - segment.start]
+                assert bytes(view[: block.length]) == bytes([stage]) * BASE_BYTES + b"".join(held), f"{segment!r}"
+
+    def close(self) -> None:
+        for task in self.shop.parks:
+            task.cancel()
+        self.cache.close()
+
+
+def play(scenario: Callable[[Workbench], Awaitable[None]], root: Path, **options: Any) -> None:
+    """Run a scenario on a new workbench, and check everything afterwards."""
+
+    async def body() -> None:
+        bench = Workbench(root, **options)
+        try:
+            await scenario(bench)
+            await bench.check()
+        finally:
+            bench.close()
+
+    asyncio.run(body())
+
+
+def segments_of(conversation: Conversation) -> Sequence[Segment]:
+    ends = prefix.cuts(len(conversation.tokens), conversation.frontier or None)
+    return prefix.chain(conversation.root, conversation.tokens, ends)

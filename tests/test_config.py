@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from strata.config import SETTINGS, Config, env_name, load
+from strata.config import SETTINGS, Config, env_name, info_line, load
 from strata.errors import ConfigError
 
 DEMO = {"model": ["demo"]}
@@ -273,8 +273,8 @@ def test_a_quantised_v_needs_flash_attention() -> None:
 
 def test_no_key_shows_in_what_is_shown() -> None:
     config = load(flags(api_key="s3cret", conversation_cache_cold_dir="/with space/=x"), {})
-    assert "s3cret" not in config.describe() + repr(config) + repr(config.public())
-    parts = dict(part.split("=", 1) for part in config.describe().split(" "))
+    assert "s3cret" not in info_line(config.public()) + repr(config) + repr(config.public())
+    parts = dict(part.split("=", 1) for part in info_line(config.public()).split(" "))
     assert unquote(parts["conversation-cache-cold-dir"]) == "/with space/=x"
     assert parts.keys() == {setting.name for setting in SETTINGS}
     assert (parts["api-key"], parts["kv"], parts["threads"], parts["no-auth"]) == ("1%20hidden", "f16", "auto", "off")

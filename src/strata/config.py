@@ -193,10 +193,6 @@ class Config:
         shown = {setting.name: setting.as_text(getattr(self, setting.field)) for setting in SETTINGS}
         return shown | {"api-key": f"{len(self.api_key)} hidden" if self.api_key else ""}
 
-    def describe(self) -> str:
-        """`public()` as one line of key=value with percent-encoded values, for the INFO line."""
-        return info_line(self.public())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of parking: nothing that was acknowledged is lost, nothing torn is served, nothing is deleted.
+"""kill -9 in the middle of parking or of a reply: nothing acknowledged is lost, nothing torn served, nothing deleted.
 
 Acknowledged is what /v1/status lists: a conversation is in it only once its manifest is durable.
 """
@@ -67,19 +67,27 @@ def test_the_server_killed_while_it_parks(tmp_path):
                     ],
                     max_tokens=2,
                 )
-            time.sleep(rng.uniform(0, 0.12))
-            promised = acknowledged(server)
-            time.sleep(rng.uniform(0, 0.02))
-            server.kill9()
+            if i % 3 == 1:  # killed during a reply, while the park before it may still go on
+                body = {"messages": prompt(100 + i), "max_tokens": 400, "stream": True, "ignore_eos": True}
+                with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+                    next(reply.iter_raw())
+                    time.sleep(rng.uniform(0, 0.3))
+                    promised = acknowledged(server)
+                    server.kill9()
+            else:
+                time.sleep(rng.uniform(0, 0.12))
+                promised = acknowledged(server)
+                time.sleep(rng.uniform(0, 0.02))
+                server.kill9()
         found = verify(cold)
         assert all(found.get(name, 0) >= tokens for name, tokens in promised.items()), f"kill {i}, seed {SEED}"
         promised = found
     with RunningServer(tmp_path / "log", cold=cold) as server:
-        for i in range(SERVER_KILLS):
-            answer = ask(server, prompt(i), max_tokens=2)
-            assert cached(answer) < answer.usage.prompt_tokens
+        answers = [ask(server, prompt(i), max_tokens=2) for i in range(SERVER_KILLS)]
+        assert all(cached(answer) < answer.usage.prompt_tokens for answer in answers)
+        warm = sum(cached(answer) > 0.9 * answer.usage.prompt_tokens for answer in answers)
+        assert warm >= len(promised) > 0
         assert server.level["counters"]["restore_failures"] == 0
-        assert server.level["counters"]["disk_hits"] >= 1
 
 
 @pytest.mark.parametrize("round_", range(3))

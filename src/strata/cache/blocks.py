@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 from strata.store.arena import Arena
-from strata.types import PAGE, Span
+from strata.types import Span, pad_to_page
 
 
 class BlockPool:
@@ -67,11 +67,8 @@ class BlockPool:
                 waiter.set_result(None)
 
     def payload(self, span: Span, head_room: int, n_bytes: int) -> memoryview:
-        """The payload of a block and its padding up to a whole page; the padding is zeroed."""
-        view = self._arena.view(span)[head_room:]
-        padded = -(-n_bytes // PAGE) * PAGE
-        view[n_bytes:padded] = bytes(padded - n_bytes)
-        return view[:padded]
+        """A captured payload and its padding up to a whole page, which the level zeroes before it writes."""
+        return self._arena.view(span)[head_room : head_room + pad_to_page(n_bytes)]
 
     def place(self, span: Span, head_room: int) -> memoryview:
         """Where the payload of a block is to be read to: everything behind the head room."""

@@ -22,7 +22,6 @@ class CacheCounters:
     park_skipped: int = 0
     park_cut_short: int = 0
     park_failed: int = 0
-    provisional: int = 0
     captured_bytes: int = 0
     capture_s: float = 0.0
     superseded: int = 0

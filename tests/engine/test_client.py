@@ -326,3 +326,8 @@ def test_openmp_defaults_yield_to_the_users_choice() -> None:
     assert _environment({})["GOMP_SPINCOUNT"] == "500"
     assert _environment({"GOMP_SPINCOUNT": "5"})["GOMP_SPINCOUNT"] == "5"
     assert "GOMP_SPINCOUNT" not in _environment({"OMP_WAIT_POLICY": "active"})
+    assert _environment({})["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    both = _environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"})["GLIBC_TUNABLES"]
+    assert both == "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
+    assert _environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+    assert "GLIBC_TUNABLES" not in _environment({"STRATA_NO_LARGEPAGES": "1"})

@@ -95,38 +95,39 @@ def test_turn_tokens(served: Serve) -> None:
 # ------------------------------------------------------------------------------------------------------ flash attention
 
 
-def times(row_ms: float, beside_ms: float | None, read_ms: float | None) -> Times:
+Measured = tuple[float, float | None, float | None, float | None]
+
+
+def times(row_ms: float, beside_ms: float | None, turn_ms: float | None, read_ms: float | None) -> Times:
     def seconds(ms: float | None) -> float | None:
         return None if ms is None else ms / 1000
 
-    return Times(row_s=row_ms / 1000, beside_s=seconds(beside_ms), read_s=seconds(read_ms))
+    return Times(row_s=row_ms / 1000, beside_s=seconds(beside_ms), turn_s=seconds(turn_ms), read_s=seconds(read_ms))
 
 
 @pytest.mark.parametrize(
     ("on", "off", "choice"),
     [
-        ((20, None, 300), (20, None, 300), True),
-        ((22, None, 300), (20, None, 300), True),
-        ((25, None, 300), (20, None, 300), False),
-        ((27, None, 330), (25, None, 470), True),
-        ((74, None, 200), (28, None, 190), False),
-        ((500, None, None), (400, None, None), False),
-        ((430, None, None), (400, None, None), True),
-        ((30.2, 9.3, 805), (22.5, 24.5, 920), True),  # alone it is slower, but other slots pay less for its cells
-        ((30.2, None, 1050), (22.5, None, 920), False),
+        ((20, None, 90, 300), (20, None, 90, 300), True),
+        ((22, None, 90, 300), (20, None, 90, 300), True),
+        ((25, None, 120, 300), (20, None, 90, 300), False),
+        ((27, None, 100, 330), (25, None, 90, 470), True),
+        ((74, None, 100, 200), (28, None, 90, 190), False),
+        ((500, None, None, None), (400, None, None, None), False),
+        ((430, None, None, None), (400, None, None, None), True),
+        ((30.2, 9.3, 440, 805), (22.5, 24.5, 170, 1100), True),  # slower alone, but other slots pay less for its cells
+        ((30.2, None, 440, 805), (22.5, None, 170, 1100), False),
     ],
 )
-def test_on_unless_off_is_clearly_faster(
-    on: tuple[float, float | None, float | None], off: tuple[float, float | None, float | None], choice: bool
-) -> None:
+def test_on_unless_off_is_clearly_faster(on: Measured, off: Measured, choice: bool) -> None:
     assert decide(times(*on), times(*off), 128).on is choice
 
 
 def test_the_reason_carries_the_numbers() -> None:
-    reason = decide(times(27.14, 9, 330), times(25, 24, 470), 64).reason
+    reason = decide(times(27.14, 9, 160, 330), times(25, 24, 95, 470), 64).reason
     assert reason == (
         "measured: per token on 27.1 ms, off 25.0 ms; beside it on 9.0 ms, off 24.0 ms; "
-        "reading 64 on 330.0 ms, off 470.0 ms"
+        "reading 16 on 160.0 ms, off 95.0 ms; reading 64 on 330.0 ms, off 470.0 ms"
     )
 
 

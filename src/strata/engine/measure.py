@@ -1,8 +1,9 @@
 """Flash attention on or off: a short measurement of this model on this machine decides (ENGINE.md: both ways occur).
 
 Each choice gets a small context of its own whose cells are filled with zero state (time does not depend on the data).
-Timed are: rows behind the filled cells, rows of another sequence beside them (what a unified pool costs the others),
-and one short read. Bounded to about two seconds on a model of desk size. Only the choice is made here, nothing is kept.
+Timed are: rows behind the filled cells, rows of another sequence beside them (what a unified pool costs the others), the
+few new tokens of a returning turn, and a longer read. Bounded to about two seconds on a model of desk size. Only the
+choice is made here, nothing is kept.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _PROBE_TOKENS = 8
 _TIMED_ROWS = 3
 _READ_TOKENS = ((0.04, 128), (0.08, 64), (0.15, 32))
 """(seconds of a row below which, tokens of the timed read): a slow model reads less, a very slow one nothing."""
+_TURN_TOKENS = 16
+"""What a conversation that comes back has to read: llama.cpp's flash attention takes another path below 64 rows."""
 _OFF_MUST_WIN = 1.1
 
 
@@ -33,10 +36,11 @@ class FlashChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds with one setting. `beside_s` is None with one slot, `read_s` when a read would take too long."""
+    """Seconds with one setting. `beside_s` is None with one slot, the other two when a read would take too long."""
 
     row_s: float
     beside_s: float | None
+    turn_s: float | None
     read_s: float | None
 
 
@@ -75,6 +79,7 @@ def decide(on: Times, off: Times, read_tokens: int) -> FlashChoice:
     pairs = [
         ("per token", on.row_s, off.row_s),
         ("beside it", on.beside_s, off.beside_s),
+        (f"reading {_TURN_TOKENS}", on.turn_s, off.turn_s),
         (f"reading {read_tokens}", on.read_s, off.read_s),
     ]
     timed = [(what, a, b) for what, a, b in pairs if a is not None and b is not None]
@@ -110,8 +115,12 @@ def _time(
             read_tokens = next((tokens for below_s, tokens in _READ_TOKENS if row_s < below_s), 0)
         beside_s = _rows(context, 1 - filled, 0) if settings.slots > 1 else None
         context.remove(1 - filled)
-        read_s = _feed(context, filled, read_tokens, held + _TIMED_ROWS + 1) if read_tokens else None
-        return Times(row_s=row_s, beside_s=beside_s, read_s=read_s), read_tokens
+        turn_s = read_s = None
+        if read_tokens:
+            at = held + _TIMED_ROWS + 1
+            turn_s = _feed(context, filled, _TURN_TOKENS, at)
+            read_s = _feed(context, filled, read_tokens, at + _TURN_TOKENS)
+        return Times(row_s=row_s, beside_s=beside_s, turn_s=turn_s, read_s=read_s), read_tokens
     finally:
         context.close()
 

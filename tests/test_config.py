@@ -9,8 +9,11 @@ from urllib.parse import unquote
 
 import pytest
 
-from strata.config import SETTINGS, Config, env_name, info_line, load
+from strata import coherence
+from strata.config import SETTINGS, Config, env_name, info_line
 from strata.errors import ConfigError
+from strata.sources import load
+from strata.store import names
 
 DEMO = {"model": ["demo"]}
 SWITCH_WORDS = {"": False, "0": False, "false": False, "off": False, "no": False, "No": False}
@@ -34,6 +37,21 @@ def test_nothing_set_keeps_every_default_and_no_level() -> None:
     assert config == Config(model="demo")
     assert config.cold_dir_in_use is None
     assert (config.host, config.port, config.api_key, config.warnings) == ("127.0.0.1", 8080, (), ())
+
+
+def test_the_defaults_of_the_cache() -> None:
+    config = load(DEMO, {})
+    assert (config.conversation_cache_mib, config.conversation_cache_slots) == (0, 4)
+    assert (config.conversation_cache_min_free_mib, config.conversation_cache_park_min_free_mib) == (2560, 512)
+    assert (config.conversation_cache_cold_mib, config.conversation_cache_warm_mib) == (8192, 0)
+    assert (config.conversation_cache_spill_on, config.conversation_cache_spill_when_full) == ("park", "evict-oldest")
+    assert (config.conversation_cache_spill_max_age_days, config.conversation_cache_spill_park_throttle_s) == (0, 0)
+    assert config.conversation_cache_spill_divergence_tokens == 4096
+    assert (config.conversation_cache_archive_mode, config.conversation_cache_archive_mib) == ("off", 2048)
+    assert (config.conversation_cache_archive_keep, config.conversation_cache_archive_max_age_days) == (4, 0)
+    assert (config.conversation_cache_park, config.conversation_cache_reserve_mib) == ("ram", 0)
+    assert config.warm_dir_in_use is config.last_dir_in_use is config.archive_dir_in_use is None
+    assert config.park_target == "ram"
 
 
 def test_a_model_is_needed() -> None:
@@ -69,6 +87,16 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("conversation_cache_similarity", "0.999", 0.999),
         ("conversation_cache_similarity", "1e-3", 0.001),
         ("conversation_cache_n_min", "256", 256),
+        ("conversation_cache_mib", "1048576", 1 << 20),
+        ("conversation_cache_slots", "1", 1),
+        ("conversation_cache_min_free_mib", "512", 512),
+        ("conversation_cache_park", "auto", "auto"),
+        ("conversation_cache_park_min_free_mib", "0", 0),
+        ("conversation_cache_spill_on", "evict", "evict"),
+        ("conversation_cache_spill_when_full", "reject", "reject"),
+        ("conversation_cache_spill_max_age_days", "36500", 36500),
+        ("conversation_cache_archive_mode", "ids", "ids"),
+        ("conversation_cache_archive_keep", "0", 0),
         ("conversation_cache_cold_dir", "", None),
         ("conversation_cache_cold_dir", "/a/b/../c/", Path("/a/c")),
         ("conversation_cache_cold_dir", "~", Path.home()),
@@ -97,6 +125,22 @@ def test_values_are_parsed(name: str, text: str, value: Any) -> None:
         ("conversation-cache-cold-mib", ["8GB", "8GiB", "1e9", "-1", "unlimited", ""]),
         ("conversation-cache-similarity", ["1", "1.0", "-0.1", "nan", "inf", "0,5", "", "1e0", "0_0"]),
         ("conversation-cache-n-min", ["-1", "2147483648"]),
+        ("conversation-cache-mib", ["8GB", "-1", "unlimited", "1073741825"]),
+        ("conversation-cache-slots", ["0", "-1"]),
+        ("conversation-cache-min-free-mib", ["-1", "2.5"]),
+        ("conversation-cache-park", ["", "RAM", "vram", "ram,disk"]),
+        ("conversation-cache-park-min-free-mib", ["-1", "auto"]),
+        ("conversation-cache-warm-mib", ["-1", "1 GiB"]),
+        ("conversation-cache-spill-on", ["", "always"]),
+        ("conversation-cache-spill-when-full", ["evict", "oldest"]),
+        ("conversation-cache-spill-max-age-days", ["-1", "36501", "0.5"]),
+        ("conversation-cache-spill-divergence-tokens", ["-1", "2147483648"]),
+        ("conversation-cache-spill-park-throttle-s", ["-1", "1.5"]),
+        ("conversation-cache-archive-mode", ["on", "", "all"]),
+        ("conversation-cache-archive-mib", ["-1"]),
+        ("conversation-cache-archive-keep", ["-1", "all"]),
+        ("conversation-cache-archive-max-age-days", ["-1"]),
+        ("conversation-cache-reserve-mib", ["-1", "half"]),
     ],
 )
 def test_a_bad_value_is_refused_with_flag_value_and_range(name: str, texts: list[str]) -> None:
@@ -227,6 +271,168 @@ def test_a_directory_without_a_budget_is_a_warning_that_names_both() -> None:
     assert "--conversation-cache-cold-mib" in warning
 
 
+def cache(**given: str) -> dict[str, list[str]]:
+    """Flags of the conversation cache."""
+    return flags(**{f"conversation_cache_{name}": text for name, text in given.items()})
+
+
+COLD = {"cold_dir": "/cold"}
+WARM = {"warm_dir": "/warm", "warm_mib": "10"}
+
+
+@pytest.mark.parametrize(
+    ("given", "warm", "cold", "last"),
+    [
+        ({}, None, None, None),
+        (COLD, None, "/cold", "/cold"),
+        (WARM, "/warm", None, "/warm"),
+        (COLD | WARM, "/warm", "/cold", "/cold"),
+        (COLD | WARM | {"cold_mib": "0"}, "/warm", None, "/warm"),
+        (COLD | WARM | {"warm_mib": "0"}, None, "/cold", "/cold"),
+    ],
+)
+def test_which_levels_are_on(given: dict[str, str], warm: str | None, cold: str | None, last: str | None) -> None:
+    config = load(cache(**given), {})
+    shown = [config.warm_dir_in_use, config.cold_dir_in_use, config.last_dir_in_use]
+    assert shown == [path and Path(path) for path in (warm, cold, last)]
+    assert len(config.warnings) == ("0" in given.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        (
+            {"warm_dir": "/w"},
+            "--conversation-cache-warm-dir /w is not used: --conversation-cache-warm-mib is 0",
+        ),
+        (
+            {"warm_mib": "7"},
+            "--conversation-cache-warm-mib 7 is not used: --conversation-cache-warm-dir is empty",
+        ),
+        (
+            COLD | {"archive_dir": "/a"},
+            "--conversation-cache-archive-dir /a is not used: --conversation-cache-archive-mode is off",
+        ),
+        (
+            COLD | {"archive_dir": "/a", "archive_mode": "ids", "archive_mib": "0"},
+            "--conversation-cache-archive-dir /a is not used: --conversation-cache-archive-mib is 0",
+        ),
+        (
+            COLD | {"archive_mode": "ids", "archive_mib": "0"},
+            "--conversation-cache-archive-mode ids is not used: --conversation-cache-archive-mib is 0",
+        ),
+        (
+            {"archive_mode": "state"},
+            "--conversation-cache-archive-mode state is not used: no level on disk is in use "
+            "(--conversation-cache-cold-dir or --conversation-cache-warm-dir, with a budget)",
+        ),
+        (
+            {"archive_dir": "/a", "archive_mode": "state", "mib": "100"},
+            "--conversation-cache-archive-dir /a is not used: no level on disk is in use "
+            "(--conversation-cache-cold-dir or --conversation-cache-warm-dir, with a budget)",
+        ),
+        (
+            {"park": "disk", "mib": "100"},
+            "--conversation-cache-park disk acts as ram: no level on disk is in use "
+            "(--conversation-cache-cold-dir or --conversation-cache-warm-dir, with a budget)",
+        ),
+        (
+            {"park_min_free_mib": "300", "min_free_mib": "299"},
+            "--conversation-cache-park-min-free-mib 300 is more than --conversation-cache-min-free-mib 299: "
+            "299 is used for both",
+        ),
+    ],
+)
+def test_what_is_given_in_vain_is_a_warning_that_names_why(given: dict[str, str], warning: str) -> None:
+    config = load(cache(**given), {})
+    assert config.warnings == (warning,)
+    assert config.archive_dir_in_use is None
+
+
+def test_every_reason_shows_where_there_are_several() -> None:
+    config = load(cache(cold_dir="/c", cold_mib="0", warm_dir="/w", park="disk", archive_mode="ids"), {"STRATA_X": ""})
+    assert len(config.warnings) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ({"mib": "9"}, "ram"),
+        ({"mib": "9", "park": "disk"}, "ram"),
+        ({"mib": "9", "park": "auto"}, "ram"),
+        ({"mib": "9"} | COLD, "ram"),
+        ({"mib": "9", "park": "auto"} | COLD, "auto"),
+        ({"mib": "9", "park": "disk"} | COLD, "disk"),
+        ({"mib": "9", "park": "disk"} | WARM, "disk"),
+        ({"mib": "9", "park": "disk", "cold_mib": "0"} | COLD, "ram"),
+        (COLD, "disk"),
+        ({"park": "auto"} | WARM, "disk"),
+    ],
+)
+def test_where_parks_go_as_far_as_the_settings_decide(given: dict[str, str], target: str) -> None:
+    assert load(cache(**given), {}).park_target == target
+
+
+@pytest.mark.parametrize(
+    ("parking", "transient", "used"), [("512", "512", 512), ("511", "512", 511), ("0", "512", 0), ("2560", "0", 0)]
+)
+def test_the_transient_floor_is_never_above_the_parking_floor(parking: str, transient: str, used: int) -> None:
+    config = load(cache(min_free_mib=parking, park_min_free_mib=transient), {})
+    assert config.conversation_cache_park_min_free_mib == used
+    assert len(config.warnings) == (used < int(transient))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"cold_dir": "/a/b", "warm_dir": "/a/x/../b/"}, ("warm-dir", "cold-dir", "one directory")),
+        ({"cold_dir": "/a", "warm_dir": "/a", "warm_mib": "5"}, ("warm-dir", "cold-dir", "one directory")),
+        ({"cold_dir": "/a", "warm_dir": "/a/seg", "warm_mib": "5"}, ("warm-dir", "cold-dir", "one inside the other")),
+        ({"cold_dir": "/a/b", "warm_dir": "/a"}, ("warm-dir", "cold-dir", "one inside the other")),
+        ({"cold_dir": "/a", "warm_dir": "/a/archive"}, ("warm-dir", "cold-dir", "one inside the other")),
+        ({"cold_dir": "/a", "archive_dir": "/a"}, ("archive-dir", "cold-dir", "one directory")),
+        ({"warm_dir": "/a", "archive_dir": "/a", "archive_mode": "ids"}, ("archive-dir", "warm-dir", "one directory")),
+        ({"cold_dir": "/a", "archive_dir": "/a/old"}, ("archive-dir", "cold-dir", "one inside the other")),
+        ({"cold_dir": "/a", "archive_dir": "/a/archive/x"}, ("archive-dir", "cold-dir", "one inside the other")),
+        ({"cold_dir": "/a/cold", "archive_dir": "/a"}, ("archive-dir", "cold-dir", "one inside the other")),
+    ],
+)
+def test_levels_and_archive_need_directories_of_their_own(given: dict[str, str], named: tuple[str, ...]) -> None:
+    message = message_of(cache(**given))
+    assert all(part in message for part in named)
+
+
+def test_a_link_to_a_level_s_directory_is_that_directory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "cold", target_is_directory=True)
+    given = cache(cold_dir=str(tmp_path / "cold"), warm_dir=str(tmp_path / "link"), warm_mib="5")
+    assert "one directory" in message_of(given)
+
+
+def test_directories_with_one_beginning_are_two() -> None:
+    config = load(cache(cold_dir="/a/cold", warm_dir="/a/cold-2", warm_mib="5", archive_dir="/a/cold-archive"), {})
+    assert (config.cold_dir_in_use, config.warm_dir_in_use) == (Path("/a/cold"), Path("/a/cold-2"))
+
+
+@pytest.mark.parametrize(
+    ("given", "archive"),
+    [
+        (COLD, "/cold/archive"),
+        (WARM, "/warm/archive"),
+        (COLD | WARM, "/cold/archive"),
+        (COLD | {"archive_dir": "/cold/archive"}, "/cold/archive"),
+        (COLD | WARM | {"archive_dir": "/warm/archive"}, "/warm/archive"),
+        (COLD | {"archive_dir": "/else"}, "/else"),
+    ],
+)
+def test_where_the_archive_is(given: dict[str, str], archive: str) -> None:
+    config = load(cache(archive_mode="state", **given), {})
+    assert (config.archive_dir_in_use, config.warnings) == (Path(archive), ())
+
+
+def test_the_folder_of_the_archive_is_the_one_that_levels_leave_alone() -> None:
+    assert coherence.ARCHIVE_FOLDER == names.ARCHIVE_FOLDER
+
+
 def test_a_budget_without_a_directory_gets_the_platform_s() -> None:
     found = load(flags(conversation_cache_cold_mib="100"), {}).cold_dir_in_use
     assert found is not None
@@ -282,5 +488,8 @@ def test_no_key_shows_in_what_is_shown() -> None:
 
 def test_what_is_shown_can_be_given_back() -> None:
     config = load(flags(kv="q8_0,f16", turn_token="5", context="512", conversation_cache_cold_dir="/d"), {})
+    again = {name: [text] for name, text in config.public().items() if text and name != "api-key"}
+    assert load(again, {}) == config
+    config = load(cache(**COLD, **WARM, mib="5", archive_mode="ids", park="auto"), {})
     again = {name: [text] for name, text in config.public().items() if text and name != "api-key"}
     assert load(again, {}) == config

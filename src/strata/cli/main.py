@@ -9,8 +9,9 @@ from typing import NoReturn
 import click
 
 import strata
-from strata.config import SETTINGS, Setting, env_name, load
+from strata.config import SETTINGS, Setting, env_name
 from strata.errors import StrataError
+from strata.sources import load
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -20,7 +21,7 @@ def cli() -> None:
 
 
 def _options(setting: Setting) -> list[click.Parameter]:
-    """One option for each name of a setting; values stay text, config.py parses all sources alike."""
+    """One option for each name of a setting; values stay text, sources.py parses all alike."""
     text = f"{setting.help}  [default: {setting.as_text(setting.default) or 'none'}; {env_name(setting.name)}]"
     helps = [text] + [f"another name of --{setting.name}"] * (len(setting.names) - 1)
     alone = {"is_flag": False, "flag_value": "on"} if setting.is_switch else {}  # --no-auth means --no-auth=on

@@ -12,6 +12,8 @@ from strata.types import Key
 
 SEGMENT_DIR = "seg"
 CHOICES_NAME = "strata-choices.json"
+ARCHIVE_FOLDER = "archive"
+"""A folder in a level's directory that is not the level's: it has a lock, a scan and a budget of its own."""
 TEMPORARY = ".tmp"
 QUARANTINED = ".bad"
 MAX_STAGES = 64

@@ -14,20 +14,28 @@ from pathlib import Path
 from strata.errors import DamagedFile
 from strata.store.filesystem import LOCK_NAME, Entry, Filesystem
 from strata.store.format import MAX_MANIFEST_BYTES, Manifest, decode_manifest, segment_file_bytes
-from strata.store.names import CHOICES_NAME, QUARANTINED, TEMPORARY, parse_manifest_name, parse_segment_path, serial_in
+from strata.store.names import (
+    ARCHIVE_FOLDER,
+    CHOICES_NAME,
+    QUARANTINED,
+    TEMPORARY,
+    parse_manifest_name,
+    parse_segment_path,
+    serial_in,
+)
 from strata.types import Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """Every file below a level's directory, by path relative to it, and the directories that bear a file's name."""
+    """A level's files by path relative to its directory, and the directories that bear a file's name."""
 
     files: Mapping[str, Entry]
     misplaced: tuple[str, ...]
 
     @property
     def used_bytes(self) -> int:
-        """What `du` counts for the files."""
+        """What `du` counts for these files."""
         return sum(entry.allocated_bytes for entry in self.files.values())
 
 
@@ -87,7 +95,10 @@ class Scan:
 
 
 def walk(fs: Filesystem, root: Path) -> Walk:
-    """List every file below `root`, not following links. Names that vanish meanwhile are left out."""
+    """List every file below `root`, not following links and without the archive that may lie there.
+
+    Names that vanish meanwhile are left out.
+    """
     files: dict[str, Entry] = {}
     misplaced: list[str] = []
     waiting = [""]
@@ -101,6 +112,8 @@ def walk(fs: Filesystem, root: Path) -> Walk:
             path = below + entry.name
             if entry.kind != "dir":
                 files[path] = entry
+                continue
+            if path == ARCHIVE_FOLDER:
                 continue
             waiting.append(path + "/")
             if parse_manifest_name(path) or parse_segment_path(path):

@@ -12,8 +12,9 @@ It does not model reordering within one directory, bit rot, or a device that ign
 
 from __future__ import annotations
 
+import errno
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -76,8 +77,10 @@ class _Directory:
 class CrashFS:
     """Implements `Filesystem`; paths are taken as they are. Every operation that changes anything is one step."""
 
-    def __init__(self, cut_at: int | None = None) -> None:
+    def __init__(self, cut_at: int | None = None, volumes: tuple[Path, ...] = ()) -> None:
+        """`volumes`: directories that are mount points of volumes of their own, next to the one at the root."""
         self.steps = 0
+        self._volumes = volumes
         self._cut_at = cut_at
         self._directories: dict[Path, _Directory] = {Path("/"): _Directory()}
         self._writing: tuple[Path, bytes] | None = None
@@ -85,17 +88,19 @@ class CrashFS:
 
     # --------------------------------------------------------------------------------------------------- the operations
 
-    def make_dir(self, path: Path) -> None:
+    def make_dir(self, path: Path, *, durable: bool = True) -> bool:
         if path in self._directories:
-            return
+            return False
         self.make_dir(path.parent)
         self._step()
         self._directories[path] = _Directory()
         self._directories[path.parent].pending.append(_Change(path.name, "dir"))
-        self.sync_dir(path.parent)
+        if durable:
+            self.sync_dir(path.parent)
+        return True
 
-    def write(self, path: Path, buffers: Sequence[Buffer]) -> int:
-        data = b"".join(buffers)
+    def write(self, path: Path, buffers: Iterable[Buffer]) -> int:
+        data = b"".join(bytes(buffer) for buffer in buffers)
         if path.name in self._names(path):
             raise FileExistsError(17, "File exists", str(path))
         self._writing = (path, data)
@@ -107,6 +112,14 @@ class CrashFS:
     def fsync(self, path: Path) -> None:
         self._step()
         self._file(path).synced = True
+
+    def link(self, src: Path, dst: Path) -> None:
+        if self._volume(src) != self._volume(dst):
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(src), None, str(dst))
+        if dst.name in self._names(dst):
+            raise FileExistsError(17, "File exists", str(dst))
+        self._step()
+        self._directories[dst.parent].pending.append(_Change(dst.name, self._file(src)))
 
     def replace(self, src: Path, dst: Path) -> None:
         assert src.parent == dst.parent, "the level renames within a directory only"
@@ -153,6 +166,9 @@ class CrashFS:
         assert directory not in self._locked
         self._locked.add(directory)
         return _Held(self._locked, directory)
+
+    def _volume(self, path: Path) -> Path | None:
+        return next((volume for volume in self._volumes if path.is_relative_to(volume)), None)
 
     def _step(self) -> None:
         if self.steps == self._cut_at:

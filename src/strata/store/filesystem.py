@@ -8,7 +8,7 @@ a file, `write` it under another name, `fsync` it, `replace`, then `sync_dir`, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -38,17 +38,27 @@ class Lock(Protocol):
 class Filesystem(Protocol):
     """What a level asks of a disk. Everything raises OSError, with the path, when the disk refuses."""
 
-    def make_dir(self, path: Path) -> None:
-        """Make `path` and its missing parents, private and durable. LevelError when it cannot serve as a directory."""
+    def make_dir(self, path: Path, *, durable: bool = True) -> bool:
+        """Make `path` and its missing parents, private and durable; False when it is there already.
 
-    def write(self, path: Path, buffers: Sequence[Buffer]) -> int:
-        """Create `path`, private, from the buffers; returns its size. FileExistsError if it exists. Not durable yet."""
+        LevelError when it cannot serve as a directory. `durable` False leaves the parent's `sync_dir` to the caller.
+        """
+
+    def write(self, path: Path, buffers: Iterable[Buffer]) -> int:
+        """Create `path`, private, from the buffers; returns its size. FileExistsError if it exists. Not durable yet.
+
+        From an iterator the buffers are written one by one: each may be reused when it is asked for the next. What it
+        raises leaves no file behind.
+        """
+
+    def link(self, src: Path, dst: Path) -> None:
+        """Give a file a second name. Durable after `sync_dir`. OSError when it cannot have one: copy it instead."""
 
     def fsync(self, path: Path) -> None:
         """Return once the file's content is on the device."""
 
     def replace(self, src: Path, dst: Path) -> None:
-        """Rename, over an existing file too. Durable after `sync_dir`."""
+        """Rename, over an existing file too, and over another name of the same file. Durable after `sync_dir`."""
 
     def unlink(self, path: Path) -> None:
         """Remove a name. Durable after `sync_dir`."""

@@ -241,6 +241,11 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
         """Size of the whole file."""
         return self.blocks[-1].offset + pad_to_page(self.blocks[-1].length)
 
+    @property
+    def has_digests(self) -> bool:
+        """Whether the digests of its blocks are filled in."""
+        return all(block.digest != _NO_DIGEST for block in self.blocks)
+
     def with_digests(self, digests: Sequence[bytes]) -> SegmentHeader:
         """The same header, with the digests of its blocks filled in."""
         entries = zip(self.blocks, digests, strict=True)

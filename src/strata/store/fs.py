@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -217,27 +217,34 @@ class Disk:
     def __repr__(self) -> str:
         return f"Disk(direct={self._direct}, {len(self._buffered_dirs)} directories buffered)"
 
-    def make_dir(self, path: Path) -> None:
+    def make_dir(self, path: Path, *, durable: bool = True) -> bool:
         with _as_level_error(path):
             kind = self._kind(path)
             if kind is None:
                 if not path.parent.exists() or not path.parent.is_dir():
                     self.make_dir(path.parent)
                 path.mkdir(mode=0o700, exist_ok=True)
-                self.sync_dir(path.parent)
+                if durable:
+                    self.sync_dir(path.parent)
             elif kind == "link":
                 raise LevelError(f"{path} is a symbolic link: name the directory it points to ({path.readlink()})")
             elif kind != "dir":
                 raise LevelError(f"{path} is not a directory: name another one, or move this file away")
             elif not os.access(path, os.W_OK | os.X_OK):
                 raise LevelError(f"{path} is not writable for this user: change its owner or mode, or name another one")
+            return kind is None
 
-    def write(self, path: Path, buffers: Sequence[Buffer]) -> int:
-        direct = self._try_direct(path) and all(_is_aligned(buffer) for buffer in buffers)
+    def write(self, path: Path, buffers: Iterable[Buffer]) -> int:
+        # What is there already goes to the system in one call.
+        batches = [buffers] if isinstance(buffers, Sequence) else ([buffer] for buffer in buffers)
         with _naming(path):
-            fd = self._create(path, direct=direct)
+            fd, done = self._create(path, direct=self._try_direct(path)), 0
             try:
-                return self._write_all(fd, path, [memoryview(buffer) for buffer in buffers if buffer])
+                for batch in batches:
+                    if not all(_is_aligned(buffer) for buffer in batch):
+                        _stop_direct(fd)
+                    done += self._write_all(fd, path, [memoryview(buffer) for buffer in batch if buffer], done)
+                return done
             except BaseException:
                 with suppress(OSError):
                     path.unlink()
@@ -249,8 +256,13 @@ class Disk:
         with _naming(path), _opened(path, os.O_RDWR) as fd:
             _flush(fd)
 
+    def link(self, src: Path, dst: Path) -> None:
+        os.link(src, dst, follow_symlinks=os.link not in os.supports_follow_symlinks)
+
     def replace(self, src: Path, dst: Path) -> None:
         src.replace(dst)
+        with suppress(FileNotFoundError):  # POSIX renames nothing when both names are the same file
+            src.unlink()
 
     def unlink(self, path: Path) -> None:
         path.unlink()
@@ -344,12 +356,12 @@ class Disk:
                     path.unlink()
         return os.open(path, flags, 0o600)
 
-    def _write_all(self, fd: int, path: Path, views: list[memoryview]) -> int:
-        """Write until nothing is left, whatever the system takes at a time."""
+    def _write_all(self, fd: int, path: Path, views: list[memoryview], offset: int) -> int:
+        """Write until nothing is left, whatever the system takes at a time; returns the bytes written."""
         done = 0
         while views:
             try:
-                n = self._pwritev(fd, views, done)
+                n = self._pwritev(fd, views, offset + done)
             except OSError as error:
                 if error.errno not in _NO_DIRECT or not _stop_direct(fd):
                     raise

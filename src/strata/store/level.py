@@ -1,24 +1,26 @@
-"""One directory of a level: publish, drop, quarantine, scan, read.
+"""One directory of a level: publish, adopt, drop, quarantine, scan, read.
 
 Covers the order in which files become durable (DESIGN §5.3) and the account of what the directory takes on disk. The
 directory belongs to this Level until `close`: it holds the lock. It does not decide what is kept or dropped, counts no
 references, and starts no thread.
 
-Writing (`write_segment` to `quarantine_manifest`) belongs to one thread; `scan` to a time when nothing is written.
-Reading (`read_header`, `read_block`) shares no mutable state and may happen on any thread at the same time; a file that
-is dropped meanwhile is read to its end or is missing.
+Writing (`write_segment` to `quarantine_manifest`) belongs to one thread per level; `scan` to a time when nothing is
+written. Reading (`read_header`, `read_block`) shares no mutable state and may happen on any thread at the same time,
+of another level's writer too; a file that is dropped meanwhile is read to its end or is missing.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from strata.errors import DamagedFile
+from strata.store.account import Account, WriteCounts
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import Manifest, SegmentHeader, decode_header, digest, encode_header, encode_manifest
 from strata.store.fs import Disk, aligned_buffer
@@ -36,39 +38,7 @@ class PendingFile:
     temporary: str
     final: str
     size: int
-
-
-@dataclass(slots=True)
-class WriteCounts:
-    """Monotonic counts of what this Level did to the disk; kept by the writing thread, read by any."""
-
-    bytes_written: int = 0
-    files_written: int = 0
-    fsyncs: int = 0
-
-
-class _Account:
-    """What each file takes on disk. The one place where `used_bytes` changes."""
-
-    def __init__(self, files: dict[str, int]) -> None:
-        self._files = files
-        self.used_bytes = sum(files.values())
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._files
-
-    def of(self, path: str) -> int:
-        return self._files.get(path, 0)
-
-    def set(self, path: str, allocated_bytes: int) -> None:
-        self.used_bytes += allocated_bytes - self._files.get(path, 0)
-        self._files[path] = allocated_bytes
-
-    def drop(self, path: str) -> int:
-        """Forget a file; returns what it took."""
-        allocated = self._files.pop(path, 0)
-        self.used_bytes -= allocated
-        return allocated
+    linked: bool = False  # a second name of another level's file
 
 
 class Level:
@@ -80,10 +50,11 @@ class Level:
         self.counts = WriteCounts()
         self._fs = fs
         self._lock = lock
-        self._account = _Account({})
+        self._account = Account({})
         self._serial = 0
         self._temporaries = itertools.count()
         self._header_page = aligned_buffer(PAGE)
+        self._folders_unsynced = True  # a process killed before may have left new ones without a sync
 
     @classmethod
     def open(cls, root: Path, *, name: str = "cold", fs: Filesystem | None = None) -> Level:
@@ -138,31 +109,56 @@ class Level:
     def write_segment(self, header: SegmentHeader, payloads: Sequence[memoryview]) -> PendingFile:
         """Write one stage of a segment under a temporary name: `publish` it, or `discard` it.
 
-        `header` is what `plan_segment` gave; the digests are filled in here. One payload per block, at least as long as
-        its entry says. A writable payload of whole pages that starts at a page goes to disk as it is (O_DIRECT); the
-        bytes behind its length are set to zero.
+        `header` is what `plan_segment` gave; digests that it lacks are filled in here, those it has are believed. One
+        payload per block, at least as long as its entry says. A writable payload of whole pages that starts at a page
+        goes to disk as it is (O_DIRECT); the bytes behind its length are set to zero.
         """
         final = segment_path(header.key, header.stage)
-        self._fs.make_dir((self.root / final).parent)
-        buffers, digests = [self._header_page], []
+        buffers = [self._header_page]
         for block, payload in zip(header.blocks, payloads, strict=True):
             if len(payload) < block.length:
                 raise ValueError(f"a payload of {len(payload)} bytes for a block of {block.length}")
-            digests.append(digest(payload[: block.length]))
             buffers += _padded(payload, block.length)
-        self._header_page[:] = encode_header(header.with_digests(digests))
+        if not header.has_digests:
+            blocks = zip(header.blocks, payloads, strict=True)
+            header = header.with_digests([digest(payload[: block.length]) for block, payload in blocks])
+        self._header_page[:] = encode_header(header)
+        self._make_folder_of(final)
         temporary = self._temporary(final)
         size = self._write(temporary, buffers)
         return PendingFile(temporary=temporary, final=final, size=size)
 
-    def publish(self, pending: Sequence[PendingFile]) -> None:
-        """Make segment files durable under their final names: all fsyncs, all renames, then each folder once."""
-        for file in pending:
-            self._fsync(file.temporary)
+    def adopt_segment(self, giver: Level, key: Key, stage: int, *, may_link: bool) -> PendingFile:
+        """Bring one stage's file of a segment from another level, under a temporary name like `write_segment`.
+
+        A second name of the giver's file where that can be had (docs/decisions/0004); else a copy, each block verified
+        on its way through a buffer of at most one block. `may_link` False always copies: for a file that the giver
+        keeps. Raises DamagedFile or OSError naming the giver's file (FileNotFoundError) when it cannot be had from
+        there, OSError naming one of this level when that cannot take it.
+        """
+        header = giver.read_header(key, stage)
+        final = segment_path(key, stage)
+        self._make_folder_of(final)
+        temporary = self._temporary(final)
+        if may_link and self._link(giver.root / final, temporary):
+            return PendingFile(temporary=temporary, final=final, size=header.file_bytes, linked=True)
+        size = self._write(temporary, giver._verified(header))
+        return PendingFile(temporary=temporary, final=final, size=size)
+
+    def publish(self, pending: Sequence[PendingFile], threads: Executor | None = None) -> None:
+        """Make segment files durable under their final names: all fsyncs, all renames, then each folder once.
+
+        On `threads`, syncs run side by side, and the device takes them together: many cost hardly more than one.
+        """
+        self._sync_all(self._fs.fsync, [file.temporary for file in pending], threads)
         for file in pending:
             self._rename(file.temporary, file.final)
-        for folder in sorted({file.final.rpartition("/")[0] for file in pending}):
-            self._sync_dir(folder)
+        folders = {file.final.rpartition("/")[0] for file in pending}
+        if folders and self._folders_unsynced:
+            folders.add(SEGMENT_DIR)
+        self._sync_all(self._fs.sync_dir, sorted(folders), threads)
+        if folders:
+            self._folders_unsynced = False
 
     def discard(self, pending: Iterable[PendingFile]) -> None:
         """Remove what is still under a temporary name. Best effort: what stays is counted by the next scan."""
@@ -249,11 +245,22 @@ class Level:
             if digest(view[: block.length]) != block.digest:
                 raise DamagedFile(f"digest: block {index} does not match it", field="digest")
 
+    def _verified(self, header: SegmentHeader) -> Iterator[memoryview]:
+        """The content of a segment file, page by page and block by block: each is overwritten by the next."""
+        page = aligned_buffer(PAGE)
+        page[:] = encode_header(header)
+        yield page
+        view = aligned_buffer(max(pad_to_page(block.length) for block in header.blocks))
+        for i, block in enumerate(header.blocks):
+            self.read_block(header, i, view)
+            (padded,) = _padded(view, block.length)
+            yield padded
+
     # ----------------------------------------------------------------------------- one file, on disk and in the account
 
     def _walk(self) -> Walk:
         found = walk(self._fs, self.root)
-        self._account = _Account({path: entry.allocated_bytes for path, entry in found.files.items()})
+        self._account = Account({path: entry.allocated_bytes for path, entry in found.files.items()})
         seen = (serial_in(path) for path in (*found.files, *found.misplaced))
         self._serial = max(self._serial, *seen, 0)
         return found
@@ -264,12 +271,38 @@ class Level:
     def _temporary(self, final: str) -> str:
         return f"{final}.{os.getpid()}-{next(self._temporaries)}{TEMPORARY}"
 
-    def _write(self, path: str, buffers: Sequence[Buffer]) -> int:
+    def _link(self, src: Path, path: str) -> bool:
+        """Give a file of another level a name here; False when it cannot have one."""
+        try:
+            self._fs.link(src, self.root / path)
+        except OSError:
+            return False
+        self._account.set(path, self._fs.stat(self.root / path).allocated_bytes)
+        self.counts.files_linked += 1
+        return True
+
+    def _write(self, path: str, buffers: Iterable[Buffer]) -> int:
         size = self._fs.write(self.root / path, buffers)
         self._account.set(path, self._fs.stat(self.root / path).allocated_bytes)
         self.counts.bytes_written += size
         self.counts.files_written += 1
         return size
+
+    def _make_folder_of(self, path: str) -> None:
+        """Make a segment file's folder; `publish` syncs the new ones all at once."""
+        if self._fs.make_dir((self.root / path).parent, durable=False):
+            self._folders_unsynced = True
+
+    def _sync_all(self, sync: Callable[[Path], None], paths: Sequence[str], threads: Executor | None) -> None:
+        if threads is None or len(paths) < 2:
+            for path in paths:
+                sync(self.root / path)
+        else:
+            futures = [threads.submit(sync, self.root / path) for path in paths]
+            wait(futures)  # all of them: after a failure nothing may still be at work on these files
+            for future in futures:
+                future.result()
+        self.counts.fsyncs += len(paths)
 
     def _fsync(self, path: str) -> None:
         self._fs.fsync(self.root / path)

@@ -137,7 +137,7 @@ class Reader:
             try:
                 outcome = work()
             except Exception as error:  # the seam of these threads: whatever happens is an outcome
-                outcome, failed = _not_read(error), 1
+                outcome, failed = not_read(error), 1
             with self._lock:
                 self._failures += failed
                 self._seconds += time.monotonic() - started
@@ -153,7 +153,8 @@ class Reader:
         return future
 
 
-def _not_read(error: Exception) -> NotRead:
+def not_read(error: Exception) -> NotRead:
+    """What an exception of `Level.read_header` or `Level.read_block` says about the file."""
     if isinstance(error, DamagedFile):
         return Damaged(reason=error.message)
     if isinstance(error, FileNotFoundError):

@@ -1,8 +1,8 @@
 """The thread that writes to one level.
 
-Covers the order of jobs, the files that belong to one ticket (one park), and outcomes: every job answers with a
-value, never with an exception. A failure (a full disk, an I/O error) is counted and shown in `state`; the next job
-tries again.
+Covers the order of jobs, the files that belong to one ticket (one park, or one entry taken from another level), and
+outcomes: every job answers with a value, never with an exception. A failure (a full disk, an I/O error) is counted and
+shown in `state`; the next job tries again. Hashing ahead and waiting for the device happen on small pools beside it.
 
 It does not bound how much waits (the payloads lie in the arena, which is bounded), and decides nothing: what to write
 and what to drop is the caller's.
@@ -15,19 +15,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
-from strata.errors import StrataError
+from strata.errors import DamagedFile, StrataError
 from strata.store.format import Manifest, SegmentHeader
+from strata.store.hashing import Hasher
 from strata.store.level import Level, PendingFile
+from strata.store.names import segment_path
+from strata.store.reader import NotRead, not_read
 from strata.store.scan import Scan
 from strata.types import Key
 
 log = logging.getLogger(__name__)
 
 OK = "ok"
+SYNC_THREADS = 8  # they only wait for the device, which joins what waits at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,14 @@ class Written:
     """A segment file is written, under a temporary name."""
 
     bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A segment file of another level is here too, under a temporary name; `linked`: it is the same file."""
+
+    bytes: int
+    linked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +82,13 @@ class Failed:
     """Nothing was acknowledged. `errno` is set when the operating system refused.
 
     After a failed commit, segments of the ticket may be complete on disk all the same: drop those of `left` that no
-    manifest names.
+    manifest names. `giver` is set when the level to adopt from could not give its file; this level is fine then.
     """
 
     reason: str
     errno: int | None = None
     left: tuple[Key, ...] = ()
+    giver: NotRead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +100,7 @@ class WriterStatistics:
     fsyncs: int
     failures: int
     seconds: float  # spent working
+    hash_wait_s: float  # of these, waiting for a digest
     waiting_jobs: int
     waiting_bytes: int
 
@@ -110,6 +125,8 @@ class Writer:
 
     def __init__(self, level: Level) -> None:
         self._level = level
+        self._hasher = Hasher(level.name)
+        self._syncers = ThreadPoolExecutor(SYNC_THREADS, f"syncer-{level.name}")
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, _Ticket] = {}  # touched by the thread alone
         self._lock = threading.Lock()  # guards the rest, and the order of the queue's end
@@ -117,6 +134,7 @@ class Writer:
         self._state = OK
         self._failures = 0
         self._seconds = 0.0
+        self._hash_wait_s = 0.0
         self._waiting_jobs = 0
         self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"writer-{level.name}", daemon=True)
@@ -139,6 +157,7 @@ class Writer:
                 fsyncs=counts.fsyncs,
                 failures=self._failures,
                 seconds=self._seconds,
+                hash_wait_s=self._hash_wait_s,
                 waiting_jobs=self._waiting_jobs,
                 waiting_bytes=self._waiting_bytes,
             )
@@ -146,25 +165,49 @@ class Writer:
     def write_segment(
         self, ticket: int, header: SegmentHeader, payloads: tuple[memoryview, ...]
     ) -> Future[Written | Failed]:
-        """Write one stage of a segment for `ticket` (see `Level.write_segment`). The payloads are in use until done."""
+        """Write one stage of a segment for `ticket` (see `Level.write_segment`). The payloads are in use until done.
+
+        A header without digests gets them from the hasher, which begins at once.
+        """
+        blocks = zip(header.blocks, payloads, strict=False)  # the level refuses what does not match
+        views = [payload[: block.length] for block, payload in blocks]
+        digests = None if header.has_digests else self._hasher.digests(views)
 
         def work() -> Written | Failed:
             entry = self._tickets.setdefault(ticket, _Ticket())
+            ready = header if digests is None else header.with_digests(self._await(digests))
             if entry.failed is not None:
                 return entry.failed
             entry.keys.append(header.key)
-            entry.files.append(self._level.write_segment(header, payloads))
+            entry.files.append(self._level.write_segment(ready, payloads))
             return Written(bytes=entry.files[-1].size)
 
-        def undo(failed: Failed) -> Failed:
-            entry = self._tickets[ticket]
-            self._level.discard(entry.files)
-            entry.files.clear()
-            entry.failed = failed
-            return failed
-
         n_bytes = sum(block.length for block in header.blocks)
-        return self._submit(work, undo, n_bytes=n_bytes, proves_disk=True)
+        return self._submit(work, partial(self._fail, ticket), n_bytes=n_bytes, proves_disk=True)
+
+    def adopt_segment(
+        self, ticket: int, giver: Level, key: Key, stage: int, *, may_link: bool
+    ) -> Future[Adopted | Failed]:
+        """Take one stage of a segment from another level for `ticket` (see `Level.adopt_segment`).
+
+        When the giver's file is at fault, the ticket fails with `giver` saying how, and the state of this level stays.
+        """
+
+        def work() -> Adopted | Failed:
+            entry = self._tickets.setdefault(ticket, _Ticket())
+            if entry.failed is not None:
+                return entry.failed
+            entry.keys.append(key)
+            try:
+                file = self._level.adopt_segment(giver, key, stage, may_link=may_link)
+            except (DamagedFile, OSError) as error:
+                if isinstance(error, OSError) and str(error.filename) != str(giver.root / segment_path(key, stage)):
+                    raise  # it is this level that failed
+                return self._fail(ticket, replace(_failed(error), giver=not_read(error)))
+            entry.files.append(file)
+            return Adopted(bytes=file.size, linked=file.linked)
+
+        return self._submit(work, partial(self._fail, ticket))
 
     def commit(self, ticket: int, manifest: Manifest) -> Future[Committed | Failed]:
         """Make the ticket's segments durable, then the manifest. Fails if a segment failed. Ends the ticket."""
@@ -176,7 +219,7 @@ class Writer:
             entry = self._tickets.pop(ticket, entry)
             if entry.failed is not None:
                 return entry.failed
-            self._level.publish(entry.files)
+            self._level.publish(entry.files, self._syncers)
             size = self._level.put_manifest(manifest)
             return Committed(manifest_bytes=size, seconds=time.monotonic() - started)
 
@@ -227,6 +270,21 @@ class Writer:
                 self._jobs.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _fail(self, ticket: int, failed: Failed) -> Failed:
+        """Nothing of this ticket can be committed any more."""
+        entry = self._tickets[ticket]
+        self._level.discard(entry.files)
+        entry.files.clear()
+        entry.failed = failed
+        return failed
+
+    def _await(self, digests: Future[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+        started = time.monotonic()
+        try:
+            return digests.result()
+        finally:
+            self._hash_wait_s += time.monotonic() - started
 
     def _submit(
         self,
@@ -280,6 +338,8 @@ class Writer:
             del job  # or its payloads would stay in use until the next job comes
         for ticket in self._tickets.values():
             self._level.discard(ticket.files)
+        self._hasher.close()
+        self._syncers.shutdown()
 
 
 def _failed(error: Exception) -> Failed:

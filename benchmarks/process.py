@@ -77,11 +77,12 @@ class ServerProcess:
         return dict(self._http.get("/v1/status").json())
 
     def level(self) -> dict[str, Any]:
-        """The status of the only level, once nothing is being parked."""
+        """The status of the last level, once nothing is being parked."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            level: dict[str, Any] = self.status()["levels"][0]
-            if not level["parks_under_way"]:
+            status = self.status()
+            level: dict[str, Any] = status["levels"][-1]
+            if not status["cache"]["under_way"]:
                 return level
             time.sleep(0.02)
         raise RuntimeError("a park does not end")

@@ -171,16 +171,21 @@ class RunningServer:
 
     @property
     def level(self) -> dict[str, Any]:
-        """The state of the cold level."""
-        level: dict[str, Any] = self.status()["levels"][0]
+        """The state of the last level."""
+        level: dict[str, Any] = self.status()["levels"][-1]
         return level
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What the cache has counted."""
+        counters: dict[str, Any] = self.status()["cache"]["counters"]
+        return counters
 
     def idle(self) -> bool:
         """Whether no request runs, and no park is under way."""
         status = self.status()
-        return all(slot["state"] == "idle" for slot in status["slots"]) and not any(
-            level["parks_under_way"] for level in status["levels"]
-        )
+        idle = all(slot["state"] == "idle" for slot in status["slots"])
+        return idle and not (status["cache"] or {}).get("under_way")
 
     def settled(self) -> dict[str, Any]:
         """Wait until no request runs and no park is under way; the cold level's state then."""

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
-from strata.cache.parking import block_lengths
+from strata.cache.capturing import block_lengths
+from strata.cache.put import DiskLimits
 from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineSettings, Sampling
 from strata.rules import prefix
@@ -33,11 +35,16 @@ async def workshop(root: Path) -> AsyncIterator[tuple[Workshop, Arena]]:
     settings = EngineSettings(model_path=str(find_model("demo")), slots=3, context=1024, flash_attention="on")
     engine = EngineClient(settings, arena)
     info = await engine.start()
-    limits = CacheLimits(budget_bytes=1 << 34)
-    cache = ConversationCache(engine=engine, arena=arena, level=level, limits=limits)
+    cache = ConversationCache(
+        engine=engine,
+        arena=arena,
+        limits=CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target="disk"),
+        levels=[(level, DiskLimits(budget_bytes=1 << 34))],
+        memory=lambda: 1 << 40,
+    )
     try:
         yield Workshop(engine=engine, slots=Slots(info.slots), cache=cache), arena
-        assert cache.index.check() == []
+        assert cache.check() == []
         assert level.used_bytes == level.usage()
         assert arena.used_bytes == 0
     finally:

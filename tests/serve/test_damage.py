@@ -185,7 +185,7 @@ def test_segments_swapped(tmp_path: Path, stored: Path) -> None:
             reached.append((await bench.whole(FIRST)).completed.cached_tokens)
             await bench.whole(OTHER)
         assert reached[:2] == [0, 256] and reached[2] > 700, "each is found when it is read, and written anew"
-        assert bench.cache.counters.quarantined == 2
+        assert bench.disk.counters.quarantined == 2
 
     play(scenario, root, slots=1)
 
@@ -204,7 +204,7 @@ def test_a_damaged_manifest(tmp_path: Path, stored: Path, kind: str) -> None:
 
     async def scenario(bench: Workbench) -> None:
         assert everything(root) >= before, "the start deleted something"
-        scan = bench.cache.status()["scan"]
+        scan = bench.cache.status()[0]["scan"]
         assert isinstance(scan, dict)
         assert scan["manifests"] == 1
         assert scan["orphans"] == len(segments)
@@ -228,7 +228,7 @@ def test_a_manifest_under_another_number(tmp_path: Path, stored: Path) -> None:
     async def scenario(bench: Workbench) -> None:
         assert (await bench.whole(FIRST)).completed.cached_tokens > 700
         await bench.whole(OTHER)
-        assert max(c.serial for c in bench.cache.index.conversations()) != 77
+        assert max(c.serial for c in bench.disk.index.conversations()) != 77
 
     play(scenario, root, slots=1)
 
@@ -242,7 +242,7 @@ def test_a_manifest_of_another_model_is_counted_and_never_served(tmp_path: Path,
     before = everything(root)
 
     async def scenario(bench: Workbench) -> None:
-        scan = bench.cache.status()["scan"]
+        scan = bench.cache.status()[0]["scan"]
         assert isinstance(scan, dict)
         assert (scan["foreign"], scan["manifests"], scan["stale"], scan["orphans"]) == (1, 1, 0, 0)
         answer = await bench.whole(FIRST)
@@ -291,7 +291,7 @@ def test_what_was_damaged_can_be_looked_at_afterwards(tmp_path: Path, stored: Pa
         await bench.whole(FIRST)
 
     async def after(bench: Workbench) -> None:
-        scan = bench.cache.status()["scan"]
+        scan = bench.cache.status()[0]["scan"]
         assert isinstance(scan, dict)
         assert (scan["bad"], scan["stale"]) == (1, 0)
         assert (await bench.whole(FIRST)).completed.cached_tokens > 700
@@ -309,8 +309,8 @@ def test_the_index_of_the_stored_conversations_is_what_was_stored(tmp_path: Path
     shutil.copytree(stored, root)
 
     async def scenario(bench: Workbench) -> None:
-        assert [len(segments_of(c)) for c in bench.cache.index.conversations()] == [4, 4]
-        scan = bench.cache.status()["scan"]
+        assert [len(segments_of(c)) for c in bench.disk.index.conversations()] == [4, 4]
+        scan = bench.cache.status()[0]["scan"]
         assert scan == {
             "manifests": 2, "foreign": 0, "stale": 0, "orphans": 0, "temporary": 0, "bad": 0, "other": 0
         }  # fmt: skip

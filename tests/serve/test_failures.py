@@ -69,7 +69,7 @@ def test_eight_clients_on_two_slots_get_their_own_answers(tmp_path):
         for word, text in answers.items():
             assert not [other for other in words if other != word and other in text.lower()]
         level = server.settled()
-        assert level["conversations"] == 8 and level["counters"]["park_failed"] == 0
+        assert level["conversations"] == 8 and server.counters["refused"] == 0
 
 
 def test_a_prefix_shared_with_a_running_request_is_forked(tmp_path):
@@ -160,7 +160,7 @@ def test_a_full_disk_costs_nothing_but_the_park(tmp_path):
         with RunningServer(tmp_path / "log", cold=cold) as server:
             assert said(ask(server, FIRST))
             level = server.settled()
-            assert level["writer"]["state"].startswith("failing") and level["counters"]["park_failed"] == 1
+            assert level["writer"]["state"].startswith("failing") and server.counters["refused"] == 1
             assert not list(cold.rglob("*.tmp")) and not list(cold.glob("*.meta"))
             subprocess.run(["mount", "-o", "remount,size=200m", str(cold)], check=True)
             ask(server, next_turn(ask(server, FIRST)))

@@ -87,7 +87,7 @@ def test_the_server_killed_while_it_parks(tmp_path):
         assert all(cached(answer) < answer.usage.prompt_tokens for answer in answers)
         warm = sum(cached(answer) > 0.9 * answer.usage.prompt_tokens for answer in answers)
         assert warm >= len(promised) > 0
-        assert server.level["counters"]["restore_failures"] == 0
+        assert server.counters["restore_failures"] == 0
 
 
 @pytest.mark.parametrize("round_", range(3))

@@ -54,7 +54,7 @@ def test_a_park_that_gets_nothing_is_a_counted_failure(tmp_path: Path) -> None:
             third = await bench.turn(ask(words(3, 300)))
             assert first is not None and third is not None
         await bench.settle()
-        assert bench.cache.counters.park_failed == 1
+        assert bench.cache.counters.refused == 1
         assert any(event.verb == "discard" for event in bench.cache.story.events())
         assert (await bench.whole(OTHER)).completed.cached_tokens < 10
 
@@ -101,7 +101,7 @@ def test_parks_that_each_hold_part_of_a_segment_do_not_block_each_other(tmp_path
             together = await asyncio.gather(*(bench.turn(ask(words(i, 700))) for i in range(3)))
             assert all(answer is not None for answer in together)
             await bench.settle()
-        assert len(bench.cache.index.conversations()) == 3
+        assert len(bench.disk.index.conversations()) == 3
 
     play(scenario, tmp_path, slots=3, block_tokens=64, arena_bytes=arena_bytes)
 
@@ -109,7 +109,9 @@ def test_parks_that_each_hold_part_of_a_segment_do_not_block_each_other(tmp_path
 def test_a_segment_that_can_never_fit_the_arena_is_refused_at_once(tmp_path: Path) -> None:
     async def scenario(bench: Workbench) -> None:
         await bench.whole(FIRST)
-        assert bench.cache.counters.park_failed == 1
+        assert (bench.cache.counters.refused, bench.cache.counters.discards) == (1, 0), "it is in its slot still"
+        await bench.whole(OTHER)
+        assert (bench.cache.counters.refused, bench.cache.counters.discards) == (3, 1)
         assert "arena" in bench.cache.story.events()[-1].detail
 
     play(scenario, tmp_path, slots=1, block_tokens=64, arena_bytes=48 << 10)
@@ -127,14 +129,15 @@ def test_a_full_disk_harms_no_answer_and_parking_goes_on_when_there_is_space(tmp
         for i in range(5):
             await bench.whole(ask(words(10 + i, 300)))
         await bench.check()
-        assert bench.cache.counters.park_failed == 5
-        assert "failing" in str(bench.cache.status()["writer"])
+        assert bench.cache.counters.refused == 9, "each at its end, and again when it left its slot"
+        assert bench.cache.counters.discards == 4, "the last is in its slot still"
+        assert "failing" in str(bench.cache.status()[0]["writer"])
         again = await bench.whole(later(FIRST, first.text))
         assert again.completed.cached_tokens > 700, "what was stored before must still be served"
         disk.fails = lambda _, __: False
         await bench.whole(OTHER)
         await bench.whole(ask(words(10, 300)))
-        assert "failing" not in str(bench.cache.status()["writer"])
+        assert "failing" not in str(bench.cache.status()[0]["writer"])
         assert (await bench.whole(OTHER)).completed.cached_tokens > 300
 
     play(scenario, tmp_path, slots=1, fs=disk)
@@ -168,7 +171,7 @@ def test_two_parks_share_segments_and_the_first_one_fails(tmp_path: Path) -> Non
     system = words(0, 600)
 
     async def scenario(bench: Workbench) -> None:
-        disk.fails = lambda kind, _: kind == "write" and bench.cache.counters.park_failed == 0
+        disk.fails = lambda kind, _: kind == "write" and bench.cache.counters.refused == 0
         with disk.held("write"):
             answers = await asyncio.gather(
                 bench.turn(ask("one", system=system)), bench.turn(ask("two" + words(7, 300), system=system))
@@ -199,7 +202,7 @@ def test_two_parks_share_segments(tmp_path: Path) -> None:
             assert len(bench.shop.parks) == 2
         await bench.check()
         assert bench.cache.counters.parked_disk == 2
-        index = bench.cache.index
+        index = bench.disk.index
         assert index.segment_count() == 2 + 2 * 2, "two shared segments; a tail up to the frontier and a reply each"
 
     play(scenario, tmp_path, slots=2, fs=disk)
@@ -215,7 +218,7 @@ def test_a_damaged_segment_is_set_aside_and_the_rest_is_used(tmp_path: Path) -> 
         path.write_bytes(damaged)
         again = await bench.whole(later(FIRST, first.text))
         assert again.completed.cached_tokens == 256
-        assert bench.cache.counters.quarantined == 1
+        assert bench.disk.counters.quarantined == 1
         assert content(f"{path}.0.bad") == bytes(damaged)
         await bench.check()
         await bench.whole(OTHER)
@@ -230,7 +233,7 @@ def content(path: str) -> bytes:
 
 def file_at(bench: Workbench, start: int) -> Path:
     """The segment file of the longest stored conversation that starts at this token."""
-    longest = max(bench.cache.index.conversations(), key=lambda c: len(c.tokens))
+    longest = max(bench.disk.index.conversations(), key=lambda c: len(c.tokens))
     (segment,) = [s for s in segments_of(longest) if s.start == start]
     return bench.level.root / segment_path(segment.key, 0)
 
@@ -355,7 +358,7 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path: Path) -> None:
             await bench.whole(ask(words(i, 700)))
             await bench.check()
             assert bench.level.used_bytes <= 3.5 * one, f"after {i}"
-        assert bench.cache.counters.disk_evictions > 3
+        assert bench.disk.counters.disk_evictions > 3
         assert (await bench.whole(ask(words(6, 700)))).completed.cached_tokens > 600, "the newest but one is there"
         assert (await bench.whole(ask(words(0, 700)))).completed.cached_tokens < 10, "the oldest is not"
 
@@ -391,7 +394,7 @@ def test_a_shared_prefix_survives_the_eviction_of_one_owner(tmp_path: Path) -> N
             await bench.whole(ask(name + words(1, 250), system=system))
         used = bench.level.used_bytes
         await bench.whole(ask(words(7, 300)))
-        assert bench.cache.counters.disk_evictions >= 1
+        assert bench.disk.counters.disk_evictions >= 1
         assert bench.level.used_bytes < used + 4 * BLOCK
         assert (await bench.whole(ask("c" + words(1, 250), system=system))).completed.cached_tokens > 1024
 
@@ -403,7 +406,7 @@ def test_a_conversation_larger_than_the_budget(tmp_path: Path) -> None:
         for i in range(3):
             await bench.whole(ask(words(i, 1500)))
             await bench.check()
-        assert bench.cache.counters.oversized >= 1
+        assert bench.disk.counters.oversized >= 1
         await bench.whole(ask(words(9, 40)))
 
     play(scenario, tmp_path, slots=1, budget_bytes=3 * BLOCK)
@@ -486,7 +489,7 @@ def test_a_failed_park_does_not_delete_what_another_conversation_names(tmp_path:
             disk.fails = lambda kind, path: kind == "write" and ".meta" in path.name
         await bench.settle()
         disk.fails = lambda _, __: False
-        assert bench.cache.counters.park_failed == 1
+        assert bench.cache.counters.refused == 1
         assert lost.exists()
 
     async def after_a_restart(bench: Workbench) -> None:

@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
+from strata.cache.disk import DiskLevel
+from strata.cache.put import DiskLimits
+from strata.cache.ram import RamLimits
 from strata.cache.state import Conversation
 from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
 from strata.engine.protocol import Delta, Done, Finished, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
 from strata.rules import prefix
+from strata.rules.placement import Target
 from strata.serve.request import CacheReport, Completed, Started, Text, TurnEvent, TurnRequest
 from strata.serve.slots import Slots
 from strata.serve.turn import Workshop, run_turn
@@ -230,19 +235,46 @@ class Workbench:
         arena_bytes: int = 64 * MIB,
         budget_bytes: int = 1 << 40,
         fs: Filesystem | None = None,
+        ram: RamLimits | None = None,
+        warm_bytes: int | None = None,
+        archive: str = "off",
+        limits: CacheLimits | None = None,
+        disk_limits: DiskLimits | None = None,
     ) -> None:
+        """`warm_bytes`: a second level above, in `root`/warm. `archive`: "off", "ids" or "state"."""
         self.arena = Arena(arena_bytes, MIB, pretouch=False, large_pages=False)
+        self.free_bytes: int | None = 1 << 50
         self.engine = HookedEngine(self.arena, slots=slots, stages=stages)
         self.engine.info = msgspec.structs.replace(self.engine.info, block_tokens=block_tokens)
-        self.level = Level.open(root, fs=fs)
+        disk_limits = disk_limits or DiskLimits(budget_bytes=budget_bytes)
+        self.level = Level.open(root if warm_bytes is None else root / "cold", fs=fs)
+        levels = [(self.level, disk_limits)]
+        if warm_bytes is not None:
+            warm = Level.open(root / "warm", name="warm", fs=fs)
+            levels.insert(0, (warm, replace(disk_limits, budget_bytes=warm_bytes)))
+        shelf = None
+        if archive != "off":
+            shelf_limits = DiskLimits(budget_bytes=1 << 40, is_archive=True, keep=4)
+            shelf = (Level.open(root / "archive", name="archive", fs=fs), shelf_limits, archive == "ids")
         self._now = 0.0
-        limits = CacheLimits(budget_bytes=budget_bytes)
         self.cache = ConversationCache(
-            engine=self.engine, arena=self.arena, level=self.level, limits=limits, clock=self._clock
+            engine=self.engine,
+            arena=self.arena,
+            limits=limits or default_limits(ram),
+            levels=levels,
+            archive=shelf,
+            memory=lambda: self.free_bytes,
+            clock=self._clock,
         )
-        self.slots = Slots(slots, self._clock)
-        self.engine.on_restart = self.slots.forget_all
+        self.disk = self.cache.disks[0]
+        """The write level."""
+        self.slots = Slots(slots, self._clock, is_kept=self.cache.keeps_live)
+        self.engine.on_restart = self._on_restart
         self.shop = Workshop(engine=self.engine, slots=self.slots, cache=self.cache)
+
+    def _on_restart(self) -> None:
+        self.slots.forget_all()
+        self.cache.live.clear()
 
     def _clock(self) -> float:
         self._now += 1
@@ -305,36 +337,44 @@ class Workbench:
                 await asyncio.wait(set(self.shop.parks))
             assert await self.cache.flush(LIMIT_S)
             # Callbacks of threads, and turns that end after their client left.
-            await until(lambda: not self.arena.used_bytes and not any(slot.busy for slot in self.slots.all))
+            await until(lambda: self._passing_bytes() == 0 and not any(slot.busy for slot in self.slots.all))
+
+    def _passing_bytes(self) -> int:
+        ram = self.cache.ram
+        return self.arena.used_bytes - (0 if ram is None else ram.used_bytes)
 
     # ----------------------------------------------------------------------------------------------------------- checks
 
     async def check(self) -> None:
         """Everything that must be true when nothing runs."""
         await self.settle()
-        assert self.cache.index.check() == []
-        assert self.arena.used_bytes == 0
+        assert self.cache.check() == []
+        assert self._passing_bytes() == 0
         assert self.slots.waiting == 0
         assert self.engine.wrong_restores == 0
         assert self.engine.running == {}
         counts = self.cache.counters
-        assert counts.lookups == counts.disk_hits + counts.disk_misses
+        assert counts.lookups == counts.hits + counts.misses
+        assert counts.hits + counts.disk_hits_refused >= (
+            counts.ram_hits + counts.disk_hits + counts.disk_hits_transient
+        )
         for slot in self.slots.all:
             assert (slot.busy, slot.doing, slot.parkings) == (False, "idle", set())
             held = self.engine.states[slot.index][: len(slot.tokens)]
             assert held == states_of(slot.tokens), f"{slot!r} does not hold what it claims"
-        self._check_level()
+        for disk in self.cache.disks:
+            self._check_level(disk)
 
-    def _check_level(self) -> None:
-        assert self.level.used_bytes == self.level.usage() == self.cache.used_bytes
-        index = self.cache.index
-        everything = index.plan_eviction(used_bytes=self.level.used_bytes, need_bytes=0, budget_bytes=0)
+    def _check_level(self, disk: DiskLevel) -> None:
+        level, index = disk.level, disk.index
+        assert level.used_bytes == level.usage() == disk.used_bytes
+        everything = index.plan_eviction(used_bytes=level.used_bytes, need_bytes=0, budget_bytes=0)
         assert len(everything.serials) == len(index.conversations()), "something is still leased"
         for conversation in index.conversations():
             for segment in segments_of(conversation):
                 if index.holds(segment.key):
-                    self._check_segment(conversation, segment)
-        scan = self.level.scan(self.engine.info.fingerprint)
+                    self._check_segment(level, conversation, segment)
+        scan = level.scan(self.engine.info.fingerprint)
         readable = {stale.serial for stale in scan.stale if stale.manifest is not None}
         on_disk = {stored.manifest.serial for stored in scan.manifests} | {foreign.serial for foreign in scan.foreign}
         assert on_disk | readable == {c.serial for c in index.conversations()}
@@ -342,14 +382,14 @@ class Workbench:
         unknown = [key for key in scan.orphans if not index.bytes_of(key)]
         assert not unknown, f"{len(unknown)} segments on disk that nobody would ever delete"
 
-    def _check_segment(self, conversation: Conversation, segment: Segment) -> None:
+    def _check_segment(self, level: Level, conversation: Conversation, segment: Segment) -> None:
         """The files of a segment hold exactly the states of its tokens."""
         states = states_of(conversation.tokens[: segment.end])[segment.start :]
         for stage in range(len(self.engine.info.stages)):
-            header = self.level.read_header(segment.key, stage)
+            header = level.read_header(segment.key, stage)
             for i, block in enumerate(header.blocks):
                 view = aligned_buffer(pad_to_page(block.length))
-                self.level.read_block(header, i, view)
+                level.read_block(header, i, view)
                 held = states[block.start - segment.start : block.end - segment.start]
                 assert bytes(view[: block.length]) == bytes([stage]) * BASE_BYTES + b"".join(held), f"{segment!r}"
 
@@ -357,6 +397,12 @@ class Workbench:
         for task in self.shop.parks:
             task.cancel()
         self.cache.close()
+
+
+def default_limits(ram: RamLimits | None = None) -> CacheLimits:
+    """Everything goes to disk, or to RAM first if there is a RAM level; memory floors are out of the way."""
+    target: Target = "disk" if ram is None else "ram"
+    return CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target=target, ram=ram)
 
 
 def play(scenario: Callable[[Workbench], Awaitable[None]], root: Path, **options: Any) -> None:

@@ -1,36 +1,56 @@
-"""Arena blocks for parks and restores, with a share that only restores may use.
+"""Arena blocks for parks, restores and the RAM level, each with a share of its own.
 
-A park may wait for the writer to give its blocks back; a restore must never wait for a disk write, so the last
-`reserve_bytes` of the arena are out of a park's reach.
+What passes through (parks to disk, restores) shares `transient_bytes`; a park may wait there for the writer to give its
+blocks back, a restore must never wait for a disk write, so the last `reserve_bytes` are out of a park's reach. What the
+RAM level keeps is bounded by its own budget, and only counted here.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
+from typing import Literal
 
 from strata.store.arena import Arena
 from strata.types import Span, pad_to_page
 
+Purpose = Literal["park", "restore", "ram"]
+
 
 class BlockPool:
-    """Spans of the arena, handed out and taken back on the event loop."""
+    """Spans of the arena, handed out and taken back on the event loop. `head_room`: bytes in front of a payload."""
 
-    def __init__(self, arena: Arena, *, reserve_bytes: int) -> None:
+    def __init__(self, arena: Arena, *, transient_bytes: int, reserve_bytes: int, head_room: int) -> None:
         self._arena = arena
-        self._park_limit_bytes = arena.limit_bytes - reserve_bytes
+        self._transient_bytes = transient_bytes
+        self._park_bytes = transient_bytes - reserve_bytes
+        self._head_room = head_room
+        self._passing: set[Span] = set()  # spans that are not the RAM level's
+        self._passing_bytes = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     def __repr__(self) -> str:
-        return f"BlockPool({self._arena!r}, {len(self._waiters)} waiting)"
+        return f"BlockPool({self._arena!r}, {self._passing_bytes} passing, {len(self._waiters)} waiting)"
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory that the process has already and nothing uses: taking it costs the system nothing."""
+        return self._arena.idle_bytes
+
+    @property
+    def park_bytes(self) -> int:
+        """Most that parks to disk hold at once."""
+        return self._park_bytes
 
     def can_ever_park(self, lengths: tuple[int, ...]) -> bool:
-        """Whether a park can have these spans at once when everything else has come back."""
-        return sum(lengths) <= self._park_limit_bytes
+        """Whether a park to disk can have these spans at once when everything else has come back."""
+        return sum(lengths) <= self._park_bytes
 
-    def try_take(self, lengths: tuple[int, ...], *, restoring: bool) -> tuple[Span, ...] | None:
+    def try_take(self, lengths: tuple[int, ...], purpose: Purpose) -> tuple[Span, ...] | None:
         """One span per length, all or none."""
-        if not restoring and self._arena.used_bytes + sum(lengths) > self._park_limit_bytes:
+        limit = {"park": self._park_bytes, "restore": self._transient_bytes, "ram": None}[purpose]
+        if limit is not None and self._passing_bytes + sum(map(pad_to_page, lengths)) > limit:
             return None
         spans: list[Span] = []
         for length in lengths:
@@ -40,11 +60,14 @@ class BlockPool:
                     self._arena.free(taken)
                 return None
             spans.append(span)
+        if purpose != "ram":
+            self._passing.update(spans)
+            self._passing_bytes += sum(span.length for span in spans)
         return tuple(spans)
 
-    async def take(self, lengths: tuple[int, ...]) -> tuple[Span, ...]:
-        """Spans for a restore; waits until other blocks come back."""
-        while (spans := self.try_take(lengths, restoring=True)) is None:
+    async def take(self, lengths: tuple[int, ...]) -> tuple[Span, ...] | None:
+        """Spans for a restore; waits until other blocks come back. None when there are none to wait for."""
+        while (spans := self.try_take(lengths, "restore")) is None and self._passing:
             await self.returned()
         return spans
 
@@ -54,8 +77,11 @@ class BlockPool:
         self._waiters.append(waiter)
         await waiter
 
-    def give_back(self, spans: tuple[Span, ...]) -> None:
+    def give_back(self, spans: Iterable[Span]) -> None:
         for span in spans:
+            if span in self._passing:
+                self._passing.remove(span)
+                self._passing_bytes -= span.length
             self._arena.free(span)
         self.wake()
 
@@ -66,10 +92,10 @@ class BlockPool:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def payload(self, span: Span, head_room: int, n_bytes: int) -> memoryview:
+    def payload(self, span: Span, n_bytes: int) -> memoryview:
         """A captured payload and its padding up to a whole page, which the level zeroes before it writes."""
-        return self._arena.view(span)[head_room : head_room + pad_to_page(n_bytes)]
+        return self._arena.view(span)[self._head_room : self._head_room + pad_to_page(n_bytes)]
 
-    def place(self, span: Span, head_room: int) -> memoryview:
+    def place(self, span: Span) -> memoryview:
         """Where the payload of a block is to be read to: everything behind the head room."""
-        return self._arena.view(span)[head_room:]
+        return self._arena.view(span)[self._head_room :]

@@ -1,6 +1,6 @@
-"""The conversation cache: look up a prompt, restore it into a slot, park a slot's state. One disk level.
+"""The conversation cache: look a prompt up, restore it into a slot, park a slot's state. RAM and disk levels.
 
-Owns the index (event loop only, no locks), the level with its writer and reader threads, and the arena blocks they use.
+Owns the index of every level (event loop only, no locks), and puts the parts together: parking, spilling, the cascade.
 It decides nothing about slots, and makes no request wait for a disk write.
 """
 
@@ -9,379 +9,390 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
+from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
+from strata.cache.capturing import block_lengths, segment_lengths
+from strata.cache.cascade import Archive, Cascade
 from strata.cache.counters import CacheCounters
-from strata.cache.parking import Parking, ParkJob, ParkPlan
-from strata.cache.restoring import BadSegment, Restored, Restoring
-from strata.cache.state import Conversation, LevelIndex, Match
+from strata.cache.disk import DiskLevel
+from strata.cache.parking import Desk, Parking, ParkJob, give_up, transient_need_bytes
+from strata.cache.put import DiskLimits
+from strata.cache.ram import RamLevel, RamLimits
+from strata.cache.restoring import BadSegment, Restored, Restoring, window
+from strata.cache.spilling import Spiller
+from strata.cache.state import Conversation, Match
+from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
-from strata.engine.protocol import Engine, pack_tokens
+from strata.engine.protocol import Engine
 from strata.rules import prefix
+from strata.rules.eviction import Eviction
+from strata.rules.placement import Destination, ParkFacts, Target, place_park
 from strata.store.arena import Arena
-from strata.store.format import Manifest, segment_file_bytes
 from strata.store.level import Level
-from strata.store.reader import Reader
-from strata.store.writer import Committed, Writer
 from strata.types import MIB, Key, Segment, Tokens
 
 log = logging.getLogger("strata.cache")
 
+TRANSIENT_BYTES = 512 * MIB
+"""Most arena bytes of blocks on their way between engine and disk."""
 RESTORE_RESERVE_BYTES = 96 * MIB
-"""Arena bytes that parks leave to restores: the read-ahead window of the largest blocks, with head room."""
-NEWEST_SHOWN = 50
-"""Conversations and events listed in the status."""
+"""The part of them that parks leave to restores: the read-ahead window of the largest blocks, with head room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLimits:
-    """Budget of the level, and the weakest hit that is accepted (SPEC §2)."""
+    """What is kept where. A level is on when it is given; `park_target`: after "auto" is resolved.
 
-    budget_bytes: int
+    `similarity`, `n_min`: the weakest hit that is accepted (SPEC §2). `spill_on_evict`: RAM parks are written when RAM
+    drops them, not at once.
+    """
+
+    floors: Floors
+    park_target: Target = "ram"
+    ram: RamLimits | None = None
     similarity: float = 0.0
     n_min: int = 0
+    spill_on_evict: bool = False
+    throttle_s: float = 0.0
+    transient_bytes: int = TRANSIENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The longest stored prefix of a prompt. `disk`: the level that has all of `match`; None when RAM has."""
+
+    match: Match
+    disk: DiskLevel | None
+
+    @property
+    def upto(self) -> int:
+        return self.match.upto
+
+    def sources(self, restored: Restored) -> list[str]:
+        """The levels that gave something, as shown in the x-strata-cache header."""
+        from_disk = [self.disk.name] if self.disk is not None and restored.n_bytes > restored.ram_bytes else []
+        return (["ram"] if restored.ram_bytes else []) + from_disk
 
 
 class ConversationCache:
-    """Conversations of one engine on one level."""
+    """Conversations of one engine on RAM and disk levels."""
 
     def __init__(
         self,
         *,
         engine: Engine,
         arena: Arena,
-        level: Level,
         limits: CacheLimits,
+        levels: Sequence[tuple[Level, DiskLimits]],
+        archive: tuple[Level, DiskLimits, bool] | None = None,
+        memory: Memory,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Scans the level. Raises OSError when its directory cannot be listed."""
-        self.index = LevelIndex()
+        """`levels`: fast to slow. `archive`: with whether it keeps ids only.
+
+        Scans the directories. Raises OSError when one cannot be listed.
+        """
+        identity = engine.info.fingerprint
         self.counters = CacheCounters()
         self.story = Story()
+        self.disks = tuple(DiskLevel(level, limit, identity, clock) for level, limit in levels)
+        shelf = None
+        if archive is not None:
+            shelf = Archive(level=DiskLevel(archive[0], archive[1], identity, clock), ids_only=archive[2])
+        self.cascade = Cascade(self.disks, shelf, story=self.story, clock=clock)
+        self.live: dict[int, tuple[Key, ...]] = {}
+        """Per slot, the segments of the state that was parked last and still lies in it."""
         self._engine = engine
         self._limits = limits
-        self._clock = clock
-        self._level = level
-        self._scan = level.scan(engine.info.fingerprint)
-        self._blocks = BlockPool(arena, reserve_bytes=min(RESTORE_RESERVE_BYTES, arena.limit_bytes // 2))
-        self._writer = Writer(level)
-        self._reader = Reader(level)
-        self._tickets = 0
-        self._parks: set[Parking] = set()
-        # Segments that a park is writing: its ticket, and whether they became durable.
-        self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
-        self._unusable: dict[Key, list[int]] = {}  # stages of segments whose files have a wrong size
-        self._dropping_bytes = 0
-        self._load()
+        transient = min(limits.transient_bytes, arena.limit_bytes)
+        self._pool = BlockPool(
+            arena,
+            transient_bytes=transient,
+            reserve_bytes=min(RESTORE_RESERVE_BYTES, transient // 2),
+            head_room=engine.info.head_room,
+        )
+        self.ram = RamLevel(self._pool, limits.ram, clock=clock) if limits.ram is not None else None
+        self._admission = Admission(
+            memory=memory,
+            floors=limits.floors,
+            target=limits.park_target,
+            pool=self._pool,
+            counters=self.counters,
+        )
+        self.spiller = self._make_spiller(clock)
+        self._desk = Desk(
+            engine=engine,
+            pool=self._pool,
+            admission=self._admission,
+            counters=self.counters,
+            story=self.story,
+            clock=clock,
+            ram=self.ram,
+            disk=self.write_level,
+            spiller=self.spiller if not limits.spill_on_evict else None,
+            mirror=not limits.spill_on_evict,
+        )
+        if self.ram is not None:
+            self.ram.is_last = not self.disks
+            self.ram.is_safe = self._is_safe
+
+    def _make_spiller(self, clock: Callable[[], float]) -> Spiller | None:
+        if self.ram is None or self.write_level is None:
+            return None
+        return Spiller(
+            engine=self._engine,
+            pool=self._pool,
+            ram=self.ram,
+            disk=self.write_level,
+            counters=self.counters,
+            story=self.story,
+            clock=clock,
+            throttle_s=self._limits.throttle_s,
+        )
 
     def __repr__(self) -> str:
-        return f"ConversationCache({self._level!r}, {self.index!r})"
+        return f"ConversationCache({self.ram!r}, {list(self.disks)!r})"
 
-    def _load(self) -> None:
-        """Fill the index from the scan. Stale manifests serve up to their gap; foreign ones only age and take space."""
-        for key, files in self._scan.segments.items():
-            self.index.note_bytes(key, files.allocated_bytes)
-        for stored in self._scan.manifests:
-            self._load_manifest(stored.manifest, stored.allocated_bytes)
-        for stale in self._scan.stale:
-            log.warning("%s: manifest %d is stale: %s; it is kept", self._level.name, stale.serial, stale.reason)
-            if stale.manifest is not None and stale.manifest.identity == self._engine.info.fingerprint:
-                self._load_manifest(stale.manifest, stale.allocated_bytes)
-        for foreign in self._scan.foreign:
-            entry = Conversation(
-                serial=foreign.serial,
-                root=Key(b""),
-                conversation=b"",
-                tokens=np.empty(0, np.int32),
-                frontier=0,
-                keys=foreign.keys,
-                manifest_bytes=foreign.allocated_bytes,
-                stamp_s=foreign.stamp_s,
-            )
-            self.index.add_conversation(entry)
-
-    def _load_manifest(self, manifest: Manifest, allocated_bytes: int) -> None:
-        ids, n_stages = manifest.token_ids, len(manifest.stages)
-        for segment, expected in zip(manifest.segments, manifest.file_bytes, strict=True):
-            files = self._scan.segments.get(segment.key)
-            if files is None:
-                continue
-            if len(files.sizes) != n_stages or sum(size for _, size in files.sizes) != expected:
-                self._unusable[segment.key] = [stage for stage, _ in files.sizes]
-                continue
-            self.index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes)
-        self.index.add_conversation(_conversation(manifest, allocated_bytes))
+    @property
+    def write_level(self) -> DiskLevel | None:
+        """The disk level that parks go to: the fastest one."""
+        return self.disks[0] if self.disks else None
 
     # ------------------------------------------------------------------------------------------------------ look up
 
-    def lookup(self, root: Key, tokens: Tokens, *, beyond: int) -> Match | None:
+    def lookup(self, root: Key, tokens: Tokens, *, beyond: int) -> Found | None:
         """The longest stored prefix of `tokens`, of at least `beyond` tokens and accepted by the hit rules (SPEC §2).
 
-        Changes only the counters.
+        RAM before warm before cold among equally long ones. What no memory admits from disk is looked for in RAM.
         """
-        match = self.index.lookup(root, tokens)
-        strong = match.upto >= self._limits.n_min and match.upto > self._limits.similarity * len(tokens)
-        hit = strong and match.upto >= beyond
+        in_ram = Found(match=self.ram.index.lookup(root, tokens), disk=None) if self.ram is not None else None
+        best = in_ram
+        for disk in self.disks:
+            match = disk.index.lookup(root, tokens)
+            if best is None or match.upto > best.upto:
+                best = Found(match=match, disk=disk)
         self.counters.lookups += 1
-        self.counters.disk_hits += hit
-        self.counters.disk_misses += not hit
-        return match if hit else None
+        if best is not None and best.disk is not None and self._is_hit(best, tokens, beyond):
+            longest = max(found.segment.n_tokens for found in best.match.path)
+            tokens_at_once = min(longest, self._engine.info.block_tokens)
+            need_bytes = window(self._engine) * sum(block_lengths(self._engine, tokens_at_once))
+            if not self._admission.read("conversation", need_bytes).admitted:
+                best = in_ram
+        if best is None or not self._is_hit(best, tokens, beyond):
+            self.counters.misses += 1
+            return None
+        self.counters.hits += 1
+        self.counters.ram_hits += best.disk is None
+        return best
+
+    def _is_hit(self, found: Found, tokens: Tokens, beyond: int) -> bool:
+        long_enough = found.upto >= max(1, beyond, self._limits.n_min)
+        return long_enough and found.upto > self._limits.similarity * len(tokens)
 
     # ------------------------------------------------------------------------------------------------------ restore
 
-    async def restore(self, slot: int, match: Match, keep: int) -> Restored:
-        """Bring `slot`, which holds exactly [0, keep), up to `match.upto`, or as far as the files are sound."""
-        keys = [held.key for held in match.path]
-        self.index.lease(keys)
+    async def restore(self, slot: int, found: Found, keep: int) -> Restored:
+        """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as its blocks are sound."""
+        keys = [held.key for held in found.match.path]
+        disk = found.disk
+        if self.ram is not None:
+            self.ram.lease(keys)
+        if disk is not None:
+            disk.counters.hits += 1
+            disk.index.lease(keys)
         try:
-            restoring = Restoring(engine=self._engine, reader=self._reader, blocks=self._blocks, slot=slot)
-            restored = await restoring.run(match, keep)
+            reader = disk.reader if disk is not None else None
+            restoring = Restoring(engine=self._engine, ram=self.ram, reader=reader, blocks=self._pool, slot=slot)
+            restored = await restoring.run(found.match, keep)
         finally:
-            self.index.release(keys)
+            if self.ram is not None:
+                self.ram.release(keys)
+            if disk is not None:
+                disk.release(keys)
         self.counters.restores += restored.held > keep
         self.counters.restored_tokens += restored.held - keep
         self.counters.restored_bytes += restored.n_bytes
         self.counters.restore_s += restored.seconds
         if restored.bad is not None:
             self.counters.restore_failures += 1
-            self._set_aside(restored.bad)
+            self._set_aside(restored.bad, disk)
         return restored
 
-    def _set_aside(self, bad: BadSegment) -> None:
-        """Never serve a bad segment again; a damaged file is renamed, never deleted."""
+    def _set_aside(self, bad: BadSegment, disk: DiskLevel | None) -> None:
         where = bad.key.hex()[:12]
         log.warning("segment %s: %s; the conversation is restored up to it and read from there", where, bad.reason)
-        n_bytes = self.index.bytes_of(bad.key)
-        self.index.remove_segments([bad.key])
-        if not bad.damaged:
-            self.index.note_bytes(bad.key, n_bytes)  # the file stays, and goes when its conversations go
-        if bad.damaged and bad.stage is not None:
-            self.counters.quarantined += 1
-            self._writer.quarantine(bad.key, bad.stage)
+        if bad.in_ram and self.ram is not None:
+            self.ram.quarantine(bad.key)
+        elif disk is not None:
+            disk.set_aside(bad.key, bad.stage, damaged=bad.damaged)
 
     # --------------------------------------------------------------------------------------------------------- park
 
+    def keeps(self, keys: Sequence[Key]) -> bool:
+        """Whether a state that ends with this chain of segments lies outside the engine, whole."""
+        return self.is_durable(keys) or (self.ram is not None and self.ram.index.stores(keys))
+
+    def keeps_live(self, slot: int) -> bool:
+        """Whether what was parked last from a slot, and lies there still, is kept outside the engine too."""
+        return slot in self.live and self.keeps(self.live[slot])
+
+    def is_durable(self, keys: Sequence[Key]) -> bool:
+        """The same on a disk level."""
+        return any(disk.index.stores(keys) for disk in self.disks)
+
+    def left(self, slot: int) -> None:
+        """The slot holds something else from now on."""
+        self.live.pop(slot, None)
+
     def begin_park(self, job: ParkJob) -> Parking | None:
-        """A park of the job's state, its segments leased; None when the level has all of it already.
-
-        `finish_park` must follow.
-        """
+        """A park of the job's state; `Parking.run` must follow. None: nothing to do, or no way to do it."""
         segments = prefix.chain(job.root, job.tokens, prefix.cuts(len(job.tokens), job.frontier))
-        keys = [segment.key for segment in segments]
-        if not keys or self.index.stores(keys):
-            self.counters.park_skipped += 1
+        keys = tuple(segment.key for segment in segments)
+        self.live[job.slot] = keys
+        if not keys or self._is_kept_already(keys):
+            self.counters.skipped += 1
             return None
-        missing = frozenset(key for key in keys if not self.index.holds(key) and key not in self._coming)
-        if not self._tickets:
-            self._writer.remove_temporaries(self._scan)
-        self._tickets += 1
-        plan = ParkPlan(job=job, ticket=self._tickets, segments=segments, missing=missing)
-        parking = Parking(plan, engine=self._engine, blocks=self._blocks, writer=self._writer, counters=self.counters)
-        self.index.lease(keys)
-        for key in missing:
-            self._coming[key] = self._tickets, asyncio.get_running_loop().create_future()
-            for stage in self._unusable.pop(key, ()):
-                self._writer.quarantine(key, stage)
-        self._make_room(parking.unwritten_bytes)
-        self._parks.add(parking)
-        return parking
+        facts, room = self._facts(job, segments, keys)
+        placed = place_park(facts)
+        if placed.destination in (Destination.DISCARD, Destination.DROP):
+            give_up(self._desk, job, placed)
+            return None
+        evicted = 0
+        freed_bytes = 0
+        if placed.destination is Destination.RAM:
+            evicted, freed_bytes = self._evict(room), room.freed_bytes
+        if placed.evict_bytes > freed_bytes and self.ram is not None:
+            evicted += self._evict(self.ram.plan_to_free(placed.evict_bytes - freed_bytes))
+        to_disk = placed.destination is not Destination.RAM
+        if to_disk and self.write_level is not None and (refusal := self._refusal(segments)):
+            self.counters.refused += 1
+            give_up(self._desk, job, placed, refusal, evicted=evicted)
+            return None
+        if to_disk and self.spiller is not None:
+            self._spill_oldest()
+        return Parking(job, segments, facts, placed, self._desk)
 
-    async def finish_park(self, parking: Parking) -> bool:
-        """Capture, write, commit; True when all of the state is durable, not only a prefix of it."""
-        plan, durable = parking.plan, frozenset[Key]()
-        try:
-            captured = await parking.capture()
-            reached = await self._arrived(plan, captured)
-            reason = parking.stop_reason if reached == captured else "a segment it shares with another park was lost"
-            durable = await self._commit(plan, reached, reason)
-            # The ticket may have written more than the manifest names.
-            self._drop_unnamed(s.key for s in plan.segments[reached:captured] if s.key in plan.missing)
-        finally:
-            self._parks.discard(parking)
-            self.index.release(s.key for s in plan.segments)
-            for key in plan.missing:
-                self._coming.pop(key)[1].set_result(key in durable)
-            self._make_room(0)
-        return len(durable) == len(plan.segments)
+    def _is_kept_already(self, keys: tuple[Key, ...]) -> bool:
+        """Nothing new since the last durable copy; or RAM has it, and it is written from there."""
+        if self.write_level is not None and self.write_level.index.stores(keys):
+            return True
+        return self.ram is not None and self.ram.index.stores(keys)
 
-    async def _arrived(self, plan: ParkPlan, reached: int) -> int:
-        """How many of the captured segments can be named: those that other parks write must have become durable.
-
-        Waits for parks that began earlier only: a segment that was lost meanwhile may be coming again from a later one,
-        which may be waiting for this one.
-        """
-        for i, segment in enumerate(plan.segments[:reached]):
-            if segment.key in plan.missing:
-                continue
-            ticket, coming = self._coming.get(segment.key, (plan.ticket, None))
-            if coming is not None and ticket < plan.ticket:
-                await asyncio.shield(coming)
-            if not self.index.holds(segment.key):
-                return i
-        return reached
-
-    async def _commit(self, plan: ParkPlan, reached: int, stop_reason: str) -> frozenset[Key]:
-        """Make the manifest of the first `reached` segments durable; the keys it names, or none when it failed."""
-        job = plan.job
-        if reached == 0:
-            await asyncio.wrap_future(self._writer.abandon(plan.ticket))
-            self._park_failed(job, stop_reason)
-            return frozenset()
-        manifest = self._manifest(job, plan.segments[:reached])
-        outcome = await asyncio.wrap_future(self._writer.commit(plan.ticket, manifest))
-        if not isinstance(outcome, Committed):
-            self._drop_unnamed(outcome.left)
-            self._park_failed(job, outcome.reason)
-            return frozenset()
-        cut_short = reached < len(plan.segments)
-        self._record(job, manifest, outcome.manifest_bytes, cut_short=cut_short)
-        note = f", cut short: {stop_reason}" if cut_short else ""
-        detail = f"{manifest.n_tokens} of {len(job.tokens)} tokens, slot {job.slot} -> {self._level.name}{note}"
-        self.story.tell(self._clock(), job.conversation, "park", detail)
-        return frozenset(manifest.keys)
-
-    def _record(self, job: ParkJob, manifest: Manifest, manifest_bytes: int, *, cut_short: bool) -> None:
-        """Put what became durable into the index, and drop what it supersedes."""
-        ids = manifest.token_ids
-        for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
-            self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
-        longest = manifest.n_tokens if cut_short else None
-        old = self.index.superseded_by(job.conversation, job.root, ids, longest=longest)
-        self.index.add_conversation(_conversation(manifest, manifest_bytes))
-        self._drop(old, None)
-        self.counters.superseded += len(old)
-        self.counters.park_cut_short += cut_short
-        self.counters.parked_disk += 1
-        self.counters.parked_tokens += manifest.n_tokens
-
-    def _park_failed(self, job: ParkJob, reason: str) -> None:
-        self.counters.park_failed += 1
-        log.warning("park of %d tokens failed: %s; what was durable before still is", len(job.tokens), reason)
-        self.story.tell(self._clock(), job.conversation, "discard", f"{len(job.tokens)} tokens: {reason}")
-
-    def _manifest(self, job: ParkJob, segments: Sequence[Segment]) -> Manifest:
-        info, upto, now = self._engine.info, segments[-1].end, self._clock()
-        sizes = (
-            sum(segment_file_bytes(shape, s.start, s.end, info.block_tokens) for shape in info.stages) for s in segments
+    def _facts(self, job: ParkJob, segments: tuple[Segment, ...], keys: tuple[Key, ...]) -> tuple[ParkFacts, Eviction]:
+        ram, disk = self.ram, self.write_level
+        sizes = {s.key: sum(map(sum, segment_lengths(self._engine, s))) for s in segments}
+        ram_need = sum(n for key, n in sizes.items() if ram is None or not ram.index.holds(key))
+        on_disk = frozenset(key for key in keys if disk is None or not disk.index.holds(key))
+        room = ram.room_for(ram_need) if ram is not None else NOTHING_TO_EVICT
+        facts = self._admission.facts(
+            ram_need_bytes=ram_need,
+            transient_need_bytes=transient_need_bytes(self._desk, segments, on_disk),
+            evictable_bytes=ram.evictable_bytes() if ram is not None else 0,
+            fits_budget=ram is not None and ram.fits(room),
+            disk_usable=disk is not None and (disk.usable or ram is None),
+            provisional=job.provisional,
+            durable_below=self.keeps(keys),
+            mirror_parks=not self._limits.spill_on_evict,
         )
-        return Manifest(
-            serial=self._level.next_serial(),
-            identity=info.fingerprint,
-            root=job.root,
-            conversation=job.conversation,
-            tokens=pack_tokens(job.tokens[:upto]),
-            frontier=job.frontier if job.frontier is not None and job.frontier <= upto else None,
-            cuts=tuple(s.end for s in segments),
-            keys=tuple(s.key for s in segments),
-            file_bytes=tuple(sizes),
-            stages=info.stages,
-            block_tokens=info.block_tokens,
-            model_name=info.model_name,
-            created_s=now,
-            stamp_s=now,
-        )
+        return facts, room
 
-    # ------------------------------------------------------------------------------------------------------- budget
+    def _refusal(self, segments: tuple[Segment, ...]) -> str:
+        """Why the write level does not take them."""
+        disk = self.write_level
+        assert disk is not None, "asked for a disk level"
+        n_bytes = sum(sum(map(sum, segment_lengths(self._engine, s))) for s in segments if not disk.index.holds(s.key))
+        refusal = disk.refuses(n_bytes)
+        disk.counters.rejected += bool(refusal)
+        return refusal
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes the level's files will take once what is under way is done."""
-        coming = sum(parking.unwritten_bytes for parking in self._parks)
-        return self._level.used_bytes + coming - self._dropping_bytes
-
-    def _make_room(self, need_bytes: int) -> None:
-        """Delete the oldest conversations until `need_bytes` more fit the budget; say so when they cannot."""
-        budget_bytes = self._limits.budget_bytes
-        plan = self.index.plan_eviction(used_bytes=self.used_bytes, need_bytes=need_bytes, budget_bytes=budget_bytes)
+    def _evict(self, plan: Eviction) -> int:
+        """Drop RAM conversations; how many."""
+        if self.ram is None:
+            return 0
         for serial in plan.serials:
-            gone = self.index.conversation(serial)
-            detail = f"{len(gone.tokens)} tokens: the oldest of a level over its budget"
-            self.story.tell(self._clock(), gone.conversation, "delete", detail)
-        self._drop(plan.serials, plan.keys)
-        self.counters.disk_evictions += len(plan.serials)
-        if plan.short_bytes and need_bytes:
-            self.counters.oversized += 1
-            message = "%s: %d MiB over its budget of %d MiB: what is left is in use or alone larger than the budget"
-            log.warning(message, self._level.name, plan.short_bytes // MIB + 1, budget_bytes // MIB)
+            gone = self.ram.index.conversation(serial)
+            if self._is_safe(gone):
+                verb, why = "drop", "its copy elsewhere stays"
+            else:
+                verb, why = "delete", "the oldest of a level over its budget"
+            self.story.tell(self._desk.clock(), gone.conversation, verb, f"{len(gone.tokens)} tokens from ram: {why}")
+        self.ram.drop(plan.serials)
+        self.counters.ram_evictions += len(plan.serials)
+        return len(plan.serials)
 
-    def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
-        """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""
-        n_bytes = sum(self.index.conversation(serial).manifest_bytes for serial in serials)
-        loose = self.index.remove_conversations(serials)
-        gone = loose if keys is None else tuple(keys)
-        if not serials and not gone:
+    def _spill_oldest(self) -> None:
+        """RAM had no room: write what only RAM has, oldest first, so that the next park finds some."""
+        if self.ram is None or self.spiller is None:
             return
-        n_bytes += sum(self.index.bytes_of(key) for key in gone)
-        self.index.remove_segments(gone)
-        self._dropping_bytes += n_bytes
-        asyncio.wrap_future(self._writer.drop(serials, gone)).add_done_callback(partial(self._dropped, n_bytes))
+        for entry in sorted(self.ram.index.conversations(), key=lambda c: c.stamp_s):
+            if not self.is_durable(entry.keys) and entry.serial not in self.ram.provisional:
+                self.spiller.offer(entry.serial)
 
-    def _drop_unnamed(self, keys: Iterable[Key]) -> None:
-        """Delete what a park wrote in vain; not what was there before and belongs to a stored conversation."""
-        self._drop((), [key for key in keys if not self.index.is_named(key)])
+    def _is_safe(self, entry: Conversation) -> bool:
+        """A RAM copy that can go at once: the state is durable, or still lies in a slot."""
+        return self.is_durable(entry.keys) or entry.keys in self.live.values()
 
-    def _dropped(self, n_bytes: int, _: object) -> None:
-        self._dropping_bytes -= n_bytes
+    # ------------------------------------------------------------------------------------------------------ upkeep
 
-    # ------------------------------------------------------------------------------------------------------ shutting
+    def tick(self) -> None:
+        """Every few seconds: what could not leave its level, or not be written, tries again; what is too old goes."""
+        self.cascade.tick()
+        if self.spiller is not None:
+            self.spiller.wake()
 
     @property
-    def conversation_count(self) -> int:
-        return len(self.index.conversations())
+    def unwritten(self) -> int:
+        """Conversations in RAM that are to be written and are not durable yet."""
+        return 0 if self.spiller is None else self.spiller.waiting
+
+    @property
+    def under_way(self) -> int:
+        """Writes and moves between levels that have not ended."""
+        spilling = self.spiller is not None and self.spiller.is_writing
+        return sum(disk.puts_under_way + len(disk.moving) for disk in self._all_disks()) + spilling
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until the writer has nothing left; False when the limit passed first."""
-        return await asyncio.to_thread(self._writer.flush, timeout_s)
+        """Write what only RAM has, and wait until nothing moves; False when the limit passed first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self.spiller is not None:
+                    self._spill_oldest()
+                    await self.spiller.flush()
+                await self.cascade.settle()
+                for disk in self._all_disks():
+                    while not await asyncio.to_thread(disk.writer.flush, 0.2):
+                        pass
+        except TimeoutError:
+            return False
+        return True
+
+    def _all_disks(self) -> list[DiskLevel]:
+        archive = self.cascade.archive
+        return [*self.disks, *([archive.level] if archive is not None else [])]
+
+    def check(self) -> list[str]:
+        """Every inconsistency found between and in the indexes, in words; empty when all is well."""
+        wrong = [f"{disk.name}: {text}" for disk in self._all_disks() for text in disk.index.check()]
+        if self.ram is not None:
+            wrong += [f"ram: {text}" for text in self.ram.check()]
+        return wrong
+
+    def status(self) -> list[dict[str, object]]:
+        """What each level holds now, for /v1/status: no text, no token, no client's key."""
+        levels = [] if self.ram is None else [ram_status(self.ram)]
+        return levels + [disk_status(disk) for disk in self._all_disks()]
 
     def close(self) -> None:
-        """End the threads and release the directory."""
-        self._reader.close()
-        self._writer.close()
-        self._level.close()
-
-    def status(self) -> dict[str, object]:
-        """What the level holds now, for /v1/status: no text, no token, no client's key."""
-        writes = self._writer.statistics()
-        newest = sorted(self.index.conversations(), key=lambda c: (c.stamp_s, c.serial))[-NEWEST_SHOWN:]
-        found = ("manifests", "foreign", "stale", "orphans", "temporary", "bad", "other")
-        return {
-            "name": self._level.name,
-            "folder": str(self._level.root),
-            "budget_bytes": self._limits.budget_bytes,
-            "used_bytes": self._level.used_bytes,
-            "free_bytes": self._level.free_bytes(),
-            "conversations": len(self.index.conversations()),
-            "segments": self.index.segment_count(),
-            "parks_under_way": len(self._parks),
-            "writer": {"state": self._writer.state, "bytes_written": writes.bytes_written, "failures": writes.failures},
-            "scan": {name: len(getattr(self._scan, name)) for name in found},
-            "counters": self.counters.as_dict(),
-            "newest": [
-                {
-                    "conversation": c.conversation.hex()[:12],
-                    "serial": c.serial,
-                    "tokens": len(c.tokens),
-                    "written_s": c.stamp_s,
-                }
-                for c in reversed(newest)
-            ],
-            "story": [asdict(event) for event in self.story.events()[-NEWEST_SHOWN:]],
-        }
+        """End the threads and release the directories."""
+        if self.spiller is not None:
+            self.spiller.close()
+        if self.ram is not None:
+            self.ram.close()
+        for disk in self._all_disks():
+            disk.close()
 
 
-def _conversation(manifest: Manifest, manifest_bytes: int) -> Conversation:
-    return Conversation(
-        serial=manifest.serial,
-        root=manifest.root,
-        conversation=manifest.conversation,
-        tokens=manifest.token_ids,
-        frontier=manifest.frontier or 0,
-        keys=manifest.keys,
-        manifest_bytes=manifest_bytes,
-        stamp_s=manifest.stamp_s,
-    )
+NOTHING_TO_EVICT = Eviction(serials=(), keys=(), loose=(), freed_bytes=0, short_bytes=0)

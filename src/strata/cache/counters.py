@@ -7,27 +7,66 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True, kw_only=True)
 class CacheCounters:
-    """Counts since the start. `lookups == disk_hits + disk_misses` always."""
+    """Counts since the start, over all levels. `lookups == hits + misses` always.
+
+    `disk_hits`, `disk_hits_transient`, `disk_hits_refused`: reads of a stored prefix from disk, by the floor that
+    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed.
+    """
 
     lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    ram_hits: int = 0
     disk_hits: int = 0
-    disk_misses: int = 0
+    disk_hits_transient: int = 0
+    disk_hits_refused: int = 0
     restores: int = 0
     restore_failures: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
     restore_s: float = 0.0
+    parked_ram: int = 0
     parked_disk: int = 0
+    parked_disk_transient: int = 0
     parked_tokens: int = 0
-    park_skipped: int = 0
+    skipped: int = 0
+    provisional: int = 0
+    provisional_dropped: int = 0
+    discards: int = 0
+    refused: int = 0
     park_cut_short: int = 0
-    park_failed: int = 0
     captured_bytes: int = 0
     capture_s: float = 0.0
-    superseded: int = 0
-    disk_evictions: int = 0
-    oversized: int = 0
-    quarantined: int = 0
+    spilled: int = 0
+    spill_failed: int = 0
+    collapsed: int = 0
+    throttled: int = 0
+    ram_superseded: int = 0
+    ram_evictions: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class LevelCounters:
+    """Counts of one disk level. What is handed down is no eviction: `degraded` here, `adopted` by the receiver."""
+
+    hits: int = 0
+    superseded: int = 0
+    compacted: int = 0
+    compaction_unclear: int = 0
+    disk_evictions: int = 0
+    age_evictions: int = 0
+    degraded: int = 0
+    adopted: int = 0
+    degrade_failed: int = 0
+    archived: int = 0
+    archive_failed: int = 0
+    oversized: int = 0
+    rejected: int = 0
+    quarantined: int = 0
+    unreadable: int = 0
+
+    def as_dict(self) -> dict[str, int]:
         return asdict(self)

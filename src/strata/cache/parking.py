@@ -1,165 +1,314 @@
-"""The capturing half of a park: take what the level lacks out of a slot, block by block, and hand it to the writer.
+"""One park: a slot's state goes to RAM, else to disk, else nowhere. It runs beside the next requests.
 
-A park runs beside the next requests. It never makes one wait for the disk: when its slot is wanted it goes on only as
-long as the arena has blocks free, and what it has captured by then is what the cache commits.
+It never makes a request wait for the disk: when its slot is wanted it goes on only as long as blocks are free, and what
+it has captured by then is what is kept. Where it goes was decided by rules/placement.py, and is decided again when the
+memory is not there after all.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from strata.cache.admission import Admission
 from strata.cache.blocks import BlockPool
+from strata.cache.capturing import Capturing, Lengths, payload_lengths, rows, segment_lengths
 from strata.cache.counters import CacheCounters
+from strata.cache.disk import DiskLevel
+from strata.cache.put import PutOutcome
+from strata.cache.ram import Blocks, RamLevel
+from strata.cache.spilling import Spiller
+from strata.cache.story import Story
+from strata.cache.writing import MOST_QUEUED_BYTES, PutWriter, manifest_of
 from strata.engine.protocol import Engine
-from strata.errors import EngineGone, EngineRefused
-from strata.rules import prefix
-from strata.store.format import plan_segment, segment_file_bytes
-from strata.store.writer import Writer
-from strata.types import Key, Segment, Span, Tokens, pad_to_page
+from strata.rules.placement import (
+    Destination,
+    ParkFacts,
+    Placement,
+    after_capture,
+    allocation_failed,
+    skip_line,
+    transient_line,
+)
+from strata.types import Key, Segment, Tokens
+
+log = logging.getLogger("strata.cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkJob:
-    """The state to keep: `slot` holds exactly `tokens`. `frontier`: the last turn opener of the prompt, or None."""
+    """The state to keep: `slot` holds exactly `tokens`. `frontier`: the last turn opener of the prompt, or None.
+
+    `provisional`: of a cancelled request, to which nothing is owed. `leaving`: the slot is about to hold something
+    else, so a state that is kept nowhere now is lost.
+    """
 
     slot: int
     root: Key
     tokens: Tokens
     frontier: int | None
     conversation: bytes
+    provisional: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParkPlan:
-    """A park that has begun: all segments of the job, and the keys of those to capture. `ticket`: its writes."""
+class Desk:
+    """What parks work with. `ram` and `disk` (the write level): None when off. `mirror`: write RAM parks at once."""
 
-    job: ParkJob
-    ticket: int
-    segments: tuple[Segment, ...]
-    missing: frozenset[Key]
+    engine: Engine
+    pool: BlockPool
+    admission: Admission
+    counters: CacheCounters
+    story: Story
+    clock: Callable[[], float]
+    ram: RamLevel | None
+    disk: DiskLevel | None
+    spiller: Spiller | None
+    mirror: bool
+
+    def tell(self, job: ParkJob, verb: str, detail: str) -> None:
+        self.story.tell(self.clock(), job.conversation, verb, detail)
 
 
 class Parking:
-    """A park on its way."""
+    """A park on its way. Made by `ConversationCache.begin_park`; `run` must follow."""
 
     def __init__(
-        self, plan: ParkPlan, *, engine: Engine, blocks: BlockPool, writer: Writer, counters: CacheCounters
+        self, job: ParkJob, segments: tuple[Segment, ...], facts: ParkFacts, placed: Placement, desk: Desk
     ) -> None:
-        self.plan = plan
-        self._engine = engine
-        self._blocks = blocks
-        self._writer = writer
-        self._counters = counters
-        self._engine_generation = engine.generation
+        self.job = job
+        self._segments = segments
+        self._keys = tuple(segment.key for segment in segments)
+        self._facts = facts
+        self._placed = placed
+        self._desk = desk
+        self._capturing = Capturing(job.slot, engine=desk.engine, pool=desk.pool, counters=desk.counters)
         self._captured = asyncio.Event()
-        self._wanted = False
-        self._unwritten = {s.key: self._file_bytes(s) for s in plan.segments if s.key in plan.missing}
-        self.stop_reason = ""
-        """Why fewer segments than planned were captured; empty when all were."""
+        self._promised_bytes = 0
+        self._writing: PutWriter | None = None
+        self.wanted = False
+        if desk.ram is not None:
+            desk.ram.lease(self._keys)
+        if placed.destination is Destination.RAM:
+            self._promise(placed.need_bytes)
+        else:
+            self._begin_put()
 
     def __repr__(self) -> str:
-        return f"Parking(slot {self.plan.job.slot}, {len(self.plan.segments)} segments, {self.stop_reason or 'going'})"
-
-    @property
-    def unwritten_bytes(self) -> int:
-        """Bytes of this park that are not on disk yet."""
-        return sum(self._unwritten.values())
+        return f"Parking(slot {self.job.slot}, {len(self._segments)} segments -> {self._placed.destination})"
 
     @property
     def reach(self) -> int:
         """The positions of the slot that this park captures from: [0, reach)."""
-        return len(self.plan.job.tokens)
-
-    def _file_bytes(self, segment: Segment) -> int:
-        info = self._engine.info
-        return sum(segment_file_bytes(shape, segment.start, segment.end, info.block_tokens) for shape in info.stages)
+        return len(self.job.tokens)
 
     async def give_way(self) -> None:
-        """Return once the slot may change: when all is captured, or the arena has no block free."""
-        self._wanted = True
-        self._blocks.wake()
+        """Return once the slot may change: when all is captured, or no block is free."""
+        self.wanted = True
+        self._desk.pool.wake()
+        if self._writing is not None:
+            self._writing.wake()
         await self._captured.wait()
 
-    async def capture(self) -> int:
-        """Capture the missing segments in order; how many of all are now held, coming or handed to the writer."""
+    async def run(self) -> bool:
+        """Capture and keep; True when all of the state is kept outside the engine."""
         try:
-            for i, segment in enumerate(self.plan.segments):
-                if segment.key in self.plan.missing and not await self._capture_segment(segment):
-                    return i
-            return len(self.plan.segments)
+            if self._placed.destination is Destination.RAM:
+                if await self._into_ram():
+                    return True
+                if not self._goes_to_disk():
+                    self.give_up()
+                    return False
+                self._begin_put()
+            return await self._onto_disk()
         finally:
             self._captured.set()
+            self._promise(-self._promised_bytes)
+            if self._desk.ram is not None:
+                self._desk.ram.release(self._keys)
 
-    async def _capture_segment(self, segment: Segment) -> bool:
-        ranges = prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens)
-        blocks = await self._take_blocks([end - start for start, end in ranges])
-        for (start, end), spans in zip(ranges, blocks, strict=False):
-            self.stop_reason = await self._capture_block(start, end, spans)
-            if self.stop_reason:
-                break
-        if self.stop_reason:
-            for spans in blocks:
-                self._blocks.give_back(spans)
+    def _goes_to_disk(self) -> bool:
+        return self._placed.destination in (Destination.DISK, Destination.DISK_TRANSIENT)
+
+    # ------------------------------------------------------------------------------------------------------------- RAM
+
+    def _promise(self, n_bytes: int) -> None:
+        self._promised_bytes += n_bytes
+        if self._desk.ram is not None:
+            self._desk.ram.promise(n_bytes)
+
+    async def _into_ram(self) -> bool:
+        """False, and placed anew, when the memory was not there in the end."""
+        desk, ram, job = self._desk, self._desk.ram, self.job
+        assert ram is not None, "placed in RAM without a RAM level"
+        missing = [segment for segment in self._segments if not ram.index.holds(segment.key)]
+        done = await self._capturing.run(missing, RamSource(desk.pool), self._keep)
+        if done < len(missing) or not all(ram.index.holds(key) for key in self._keys):
+            self._placed = allocation_failed(self._facts, self._placed)
             return False
-        self._write(segment, blocks)
+        self._captured.set()
+        staying = desk.admission.facts(
+            ram_need_bytes=0,
+            transient_need_bytes=0,
+            evictable_bytes=ram.evictable_bytes(),
+            fits_budget=True,
+            disk_usable=self._facts.disk_usable,
+            provisional=job.provisional,
+            durable_below=self._facts.durable_below,
+            mirror_parks=desk.mirror,
+        )
+        placed = after_capture(staying)
+        if placed.destination is not Destination.RAM:
+            self._placed = placed
+            return False
+        entry, old = ram.add_conversation(
+            job.root, job.tokens, job.frontier, job.conversation, self._keys, provisional=job.provisional
+        )
+        desk.counters.ram_superseded += len(old)
+        desk.counters.provisional += job.provisional
+        desk.counters.parked_ram += not job.provisional
+        desk.counters.parked_tokens += len(job.tokens)
+        desk.tell(job, "park", f"{len(job.tokens)} tokens, slot {job.slot} -> ram")
+        if desk.spiller is not None and not job.provisional:
+            desk.spiller.offer(entry.serial, instead_of=old)
         return True
 
-    async def _take_blocks(self, n_tokens: Sequence[int]) -> list[tuple[Span, ...]]:
-        """The spans of a segment's blocks; none, with a reason to stop, when they cannot be had.
+    def _keep(self, segment: Segment, blocks: Blocks) -> None:
+        ram = self._desk.ram
+        assert ram is not None, "placed in RAM without a RAM level"
+        self._promise(-min(self._promised_bytes, sum(span.length for spans in blocks for span in spans)))
+        ids = self.job.tokens[segment.start : segment.end]
+        ram.add_segment(segment, ids, blocks, payload_lengths(self._desk.engine, segment))
 
-        All at once: parks that each hold a part of what they need could wait for each other for ever.
-        """
-        lengths = [block_lengths(self._engine, n) for n in n_tokens]
-        wanted = tuple(length for block in lengths for length in block)
-        if not self._blocks.can_ever_park(wanted):
-            self.stop_reason = f"a segment needs {sum(wanted)} bytes of the arena, more than parks may have"
-            return []
-        while (spans := self._blocks.try_take(wanted, restoring=False)) is None:
-            if self._wanted:
-                self.stop_reason = "its slot was wanted while the writer was behind"
-                return []
-            await self._blocks.returned()
-        n_stages = len(self._engine.info.stages)
-        return [spans[i : i + n_stages] for i in range(0, len(spans), n_stages)]
+    # ------------------------------------------------------------------------------------------------------------ disk
 
-    async def _capture_block(self, start: int, end: int, spans: tuple[Span, ...]) -> str:
-        """Empty when the block was captured, else why not."""
-        if self._engine.generation != self._engine_generation:
-            return "the engine was replaced; the new one does not hold it"
+    def _begin_put(self) -> None:
+        desk, job = self._desk, self.job
+        assert desk.disk is not None, "placed on disk without a disk level"
+        manifest = manifest_of(
+            desk.engine,
+            tokens=job.tokens,
+            frontier=job.frontier,
+            conversation=job.conversation,
+            segments=self._segments,
+        )
+        put = desk.disk.begin_put(manifest, whole=False)
+        self._writing = PutWriter(put, disk=desk.disk, engine=desk.engine, pool=desk.pool)
+
+    async def _onto_disk(self) -> bool:
+        """Through a few transient blocks, but for what RAM holds already."""
+        desk, writing = self._desk, self._writing
+        assert desk.disk is not None and writing is not None, "placed on disk without a put"
+        reached = 0
         try:
-            outcome = await self._engine.capture(self.plan.job.slot, start, end, spans)
-        except (EngineGone, EngineRefused) as error:
-            return error.message
-        if not outcome.ok:
-            return outcome.reason or "the engine refused the capture"
-        self._counters.captured_bytes += sum(stage.payload_bytes(end - start) for stage in self._engine.info.stages)
-        self._counters.capture_s += outcome.seconds
-        return ""
+            reached = await self._write_missing(writing)
+        finally:
+            self._captured.set()
+            outcome = await desk.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
+        self._account(outcome)
+        return len(outcome.durable) == len(self._keys)
 
-    def _write(self, segment: Segment, blocks: Sequence[tuple[Span, ...]]) -> None:
-        """Hand the segment's blocks to the writer, one file per stage; each block comes back when it is written."""
-        info = self._engine.info
-        for stage, shape in enumerate(info.stages):
-            header = plan_segment(
-                segment, stage=stage, n_stages=len(info.stages), shape=shape, block_tokens=info.block_tokens
-            )
-            spans = tuple(block[stage] for block in blocks)
-            payloads = tuple(
-                self._blocks.payload(span, info.head_room, entry.length)
-                for span, entry in zip(spans, header.blocks, strict=True)
-            )
-            job = self._writer.write_segment(self.plan.ticket, header, payloads)
-            asyncio.wrap_future(job).add_done_callback(partial(self._written, segment.key, spans))
+    async def _write_missing(self, writing: PutWriter) -> int:
+        """Hand the missing segments to the writer; how many of all segments it has or had."""
+        ram, missing = self._desk.ram, writing.put.missing
+        to_capture = [s for s in self._segments if s.key in missing and not (ram and ram.index.holds(s.key))]
+        n_captured = await self._capturing.run(to_capture, DiskSource(self, writing), writing.from_capture)
+        self._captured.set()
+        lost = {segment.key for segment in to_capture[n_captured:]}
+        reached = next((i for i, key in enumerate(self._keys) if key in lost), len(self._keys))
+        captured = {segment.key for segment in to_capture}
+        for segment in self._segments[:reached]:
+            if ram is not None and segment.key in missing and segment.key not in captured:
+                await writing.from_ram(segment, ram)
+        return reached
 
-    def _written(self, key: Key, spans: tuple[Span, ...], _: object) -> None:
-        self._unwritten.pop(key, None)
-        self._blocks.give_back(spans)
+    def _account(self, outcome: PutOutcome) -> None:
+        desk, job, placed = self._desk, self.job, self._placed
+        assert desk.disk is not None, "placed on disk without a disk level"
+        if not outcome.durable:
+            desk.counters.refused += 1
+            self.give_up(outcome.reason)
+            return
+        transient = placed.destination is Destination.DISK_TRANSIENT
+        desk.counters.parked_disk_transient += transient
+        desk.counters.parked_disk += not transient
+        desk.counters.parked_tokens += outcome.tokens
+        desk.counters.park_cut_short += bool(outcome.reason)
+        if transient and placed.floor_bytes < placed.parking_floor_bytes:
+            log.info("%s", transient_line(placed))
+        note = f", cut short: {outcome.reason}" if outcome.reason else ""
+        where = f"slot {job.slot} -> {desk.disk.name}"
+        desk.tell(job, "park", f"{outcome.tokens} of {len(job.tokens)} tokens, {where}{note}")
+
+    # --------------------------------------------------------------------------------------------------------- nowhere
+
+    def give_up(self, reason: str = "") -> None:
+        """The state is kept nowhere outside the engine: a discard, if it is about to leave its slot."""
+        job = replace(self.job, leaving=self.job.leaving or self.wanted)
+        give_up(self._desk, job, self._placed, reason)
 
 
-def block_lengths(engine: Engine, n_tokens: int) -> tuple[int, ...]:
-    """Arena bytes for a block of `n_tokens`, one per stage: head room and padded payload."""
-    info = engine.info
-    return tuple(info.head_room + pad_to_page(stage.payload_bytes(n_tokens)) for stage in info.stages)
+def give_up(desk: Desk, job: ParkJob, placed: Placement, reason: str = "", *, evicted: int = 0) -> None:
+    """Count, log and tell that a state is not kept. One that still lies in its slot is tried again when it leaves."""
+    counters, n_tokens = desk.counters, len(job.tokens)
+    if placed.destination is Destination.DROP:
+        counters.provisional_dropped += job.provisional
+        return
+    if not job.leaving:
+        log.warning("%d tokens stay in slot %d only: %s", n_tokens, job.slot, reason or placed.reason)
+        return
+    counters.discards += 1
+    if reason:
+        log.warning("skip parking (%s) discards=%d", reason, counters.discards)
+    else:
+        still = len(desk.ram.index.conversations()) if desk.ram is not None else 0
+        log.warning("%s", skip_line(placed, evicted=evicted, still_parked=still, discards=counters.discards))
+    desk.tell(job, "discard", f"{n_tokens} tokens: {reason or placed.reason}")
+
+
+class RamSource:
+    """Memory for blocks that stay."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def try_take(self, lengths: Lengths) -> Blocks | str | None:
+        spans = self._pool.try_take(tuple(length for row in lengths for length in row), "ram")
+        return "the arena could not grow" if spans is None else rows(spans, len(lengths[0]))
+
+    async def wait(self) -> None:
+        raise AssertionError("memory for RAM is there or not; nothing is waited for")
+
+
+class DiskSource:
+    """Memory for blocks that pass through: few at once, and as many as are free when the slot is wanted."""
+
+    def __init__(self, parking: Parking, writing: PutWriter) -> None:
+        self._parking = parking
+        self._writing = writing
+        self._pool = parking._desk.pool
+
+    def try_take(self, lengths: Lengths) -> Blocks | str | None:
+        flat = tuple(length for row in lengths for length in row)
+        if not self._pool.can_ever_park(flat):
+            return f"a segment needs {sum(flat)} bytes of the arena, more than parks may have"
+        wanted = self._parking.wanted
+        if not wanted and self._writing.queued_bytes > MOST_QUEUED_BYTES:
+            return None
+        spans = self._pool.try_take(flat, "park")
+        if spans is None:
+            return "its slot was wanted while the writer was behind" if wanted else None
+        return rows(spans, len(lengths[0]))
+
+    async def wait(self) -> None:
+        """A block comes back with every write that ends."""
+        await self._pool.returned()
+
+
+def transient_need_bytes(desk: Desk, segments: tuple[Segment, ...], missing: frozenset[Key]) -> int:
+    """Arena bytes that a park of these segments to disk holds at once."""
+    sizes = [sum(map(sum, segment_lengths(desk.engine, s))) for s in segments if s.key in missing]
+    return min(sum(sizes), MOST_QUEUED_BYTES + max(sizes, default=0), desk.pool.park_bytes)

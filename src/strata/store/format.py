@@ -96,6 +96,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             for key, parent, start, end in zip(self.keys, parents, starts, self.cuts, strict=False)
         )
 
+    def first(self, n_segments: int) -> Manifest:
+        """The manifest of the first `n_segments` alone."""
+        if n_segments == len(self.keys):
+            return self
+        end = self.cuts[n_segments - 1]
+        return msgspec.structs.replace(
+            self,
+            tokens=self.tokens[: 4 * end],
+            frontier=self.frontier if self.frontier is not None and self.frontier <= end else None,
+            cuts=self.cuts[:n_segments],
+            keys=self.keys[:n_segments],
+            file_bytes=self.file_bytes[:n_segments],
+        )
+
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The manifest as stored: the long columns are packed, so that decoding one costs no object per segment."""

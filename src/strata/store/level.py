@@ -22,7 +22,16 @@ from pathlib import Path
 from strata.errors import DamagedFile
 from strata.store.account import Account, WriteCounts
 from strata.store.filesystem import Buffer, Filesystem, Lock
-from strata.store.format import Manifest, SegmentHeader, decode_header, digest, encode_header, encode_manifest
+from strata.store.format import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    SegmentHeader,
+    decode_header,
+    decode_manifest,
+    digest,
+    encode_header,
+    encode_manifest,
+)
 from strata.store.fs import Disk, aligned_buffer
 from strata.store.names import MAX_STAGES, QUARANTINED, SEGMENT_DIR, TEMPORARY, manifest_name, segment_path, serial_in
 from strata.store.scan import Scan, Walk, read_scan, walk
@@ -229,6 +238,15 @@ class Level:
             if size != header.file_bytes:
                 raise DamagedFile(f"size: {size} bytes instead of {header.file_bytes}", field="size")
         return header
+
+    def read_manifest(self, serial: int) -> Manifest:
+        """A manifest, checked. DamagedFile, or OSError (FileNotFoundError)."""
+        path = self.root / manifest_name(serial)
+        with _damage_in(path):
+            manifest = decode_manifest(self._fs.read(path, MAX_MANIFEST_BYTES))
+            if manifest.serial != serial:
+                raise DamagedFile(f"serial: {manifest.serial} instead of {serial}", field="serial")
+        return manifest
 
     def read_block(self, header: SegmentHeader, index: int, view: memoryview) -> None:
         """Read the payload of one block into `view` and verify it. DamagedFile, or OSError (FileNotFoundError).

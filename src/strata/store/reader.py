@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from strata.errors import DamagedFile
-from strata.store.format import SegmentHeader
+from strata.store.format import Manifest, SegmentHeader
 from strata.store.level import Level
 from strata.types import Key
 
@@ -104,6 +104,10 @@ class Reader:
             return header
 
         return self._submit(work)
+
+    def manifest(self, serial: int) -> Future[Manifest | NotRead]:
+        """A manifest (see `Level.read_manifest`)."""
+        return self._submit(lambda: self._level.read_manifest(serial))
 
     def block(self, header: SegmentHeader, index: int, view: memoryview) -> Future[Loaded | NotRead]:
         """Read and verify one block (see `Level.read_block`). The view must stay alive until the future is done."""

@@ -148,6 +148,11 @@ class Writer:
         """`OK`, or "failing: <reason>" from a failed write until the next one that succeeds."""
         return self._state
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether jobs are still carried out."""
+        return self._thread.is_alive() and not self._closed
+
     def statistics(self) -> WriterStatistics:
         counts = self._level.counts
         with self._lock:

@@ -1,0 +1,251 @@
+"""Level -> next level, and what a level drops -> archive: entries move, and are dropped only once they arrived.
+
+A level says which entries must leave and why. Over its budget it hands them down (degrade, adopt) when there is a level
+below, and only the last one deletes; what the discard paths drop goes to the archive if one is on. All or nothing: an
+entry whose receiver refuses, fails or is killed half-way stays where it was, whole, until the next tick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strata.cache.disk import DiskLevel
+from strata.cache.put import Leaving, Put
+from strata.cache.state import Conversation
+from strata.cache.story import Story
+from strata.store.format import Manifest
+from strata.store.reader import Damaged, Missing
+from strata.store.writer import Failed
+
+log = logging.getLogger("strata.cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moved:
+    """`arrived`: the receiver has all of it that could be read. `reason`: why not, or what is missing from it.
+
+    `unreadable`: nothing of it can be read any more.
+    """
+
+    arrived: bool
+    reason: str = ""
+    unreadable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """Where dropped entries go. `ids_only`: their manifests alone, without segments."""
+
+    level: DiskLevel
+    ids_only: bool
+
+
+class Cascade:
+    """The disk levels from fast to slow, and the archive."""
+
+    def __init__(
+        self, levels: Sequence[DiskLevel], archive: Archive | None, *, story: Story, clock: Callable[[], float]
+    ) -> None:
+        self.levels = tuple(levels)
+        self.archive = archive
+        self._story = story
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = {level.name: asyncio.Lock() for level in levels}
+        for level in self.levels:
+            level.on_leaving = self.leave
+        if self.levels:
+            self.levels[0].on_recorded = self._supersede_below
+
+    def __repr__(self) -> str:
+        return f"Cascade({' -> '.join(level.name for level in self.levels)}, {len(self._tasks)} moving)"
+
+    def below(self, level: DiskLevel) -> DiskLevel | None:
+        at = self.levels.index(level)
+        return self.levels[at + 1] if at + 1 < len(self.levels) else None
+
+    def leave(self, level: DiskLevel, serials: Sequence[int], why: Leaving) -> None:
+        """Take over entries that must leave `level`."""
+        below = self.below(level)
+        if why == "budget" and below is not None:
+            for serial in serials:
+                self._start(level, serial, self._degrade(level, below, serial))
+        elif self.archive is not None:
+            for serial in serials:
+                self._start(level, serial, self._put_away(level, self.archive, serial, why))
+        else:
+            for serial in serials if why in ("budget", "age") else ():
+                self._tell(level, serial, "delete", f"from {level.name}: {_WHY[why]}")
+            level.remove_now(serials, why)
+
+    def _start(self, level: DiskLevel, serial: int, work: Coroutine[Any, Any, None]) -> None:
+        level.begin_leaving(serial)
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _supersede_below(self, entry: Conversation) -> None:
+        """A conversation is durable on the write level: older states of it on the levels below are not needed."""
+        for level in self.levels[1:]:
+            level.supersede(entry)
+
+    async def settle(self) -> None:
+        """Wait until nothing moves."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def tick(self) -> None:
+        """Let what could not leave try again, and what is too old go. Called every few seconds."""
+        for level in self.levels:
+            level.stuck.clear()
+            level.make_room(0)
+        for last in self.levels[-1:]:
+            last.age_out()
+        if self.archive is not None:
+            self.archive.level.age_out()
+
+    # --------------------------------------------------------------------------------------------------------- degrade
+
+    async def _degrade(self, giver: DiskLevel, receiver: DiskLevel, serial: int) -> None:
+        moved = _Moved(arrived=False, reason="it was interrupted")
+        try:
+            async with self._turns[giver.name]:
+                if not giver.index.has_conversation(serial):
+                    return
+                moved = await self._move(giver, receiver, serial, may_link_shared=False)
+        finally:
+            giver.end_leaving(serial, left=moved.arrived or moved.unreadable)
+        if moved.unreadable:
+            giver.counters.unreadable += 1
+            self._tell(giver, serial, "delete", f"from {giver.name}: nothing of it can be read: {moved.reason}")
+        elif moved.arrived:
+            giver.counters.degraded += 1
+            receiver.counters.adopted += 1
+            note = f", cut short: {moved.reason}" if moved.reason else ""
+            self._tell(giver, serial, "degrade", f"{giver.name} -> {receiver.name}{note}")
+        else:
+            giver.counters.degrade_failed += 1
+            log.warning("%s -> %s: a conversation stays: %s", giver.name, receiver.name, moved.reason)
+            return
+        giver.drop([serial])
+        giver.make_room(0)
+
+    # --------------------------------------------------------------------------------------------------------- archive
+
+    async def _put_away(self, giver: DiskLevel, archive: Archive, serial: int, why: Leaving) -> None:
+        moved = _Moved(arrived=False, reason="it was interrupted")
+        try:
+            async with self._turns[giver.name]:
+                if not giver.index.has_conversation(serial):
+                    return
+                if archive.ids_only:
+                    moved = await self._move_ids(giver, archive.level, serial)
+                else:
+                    moved = await self._move(giver, archive.level, serial, may_link_shared=True)
+        finally:
+            giver.end_leaving(serial, left=moved.arrived or moved.unreadable)
+        if not moved.arrived and not moved.unreadable:
+            giver.counters.archive_failed += 1
+            log.warning("%s -> archive: a conversation stays: %s", giver.name, moved.reason)
+            return
+        giver.counters.archived += moved.arrived
+        giver.count_leaving(1, why)
+        self._tell(giver, serial, "delete", f"from {giver.name}: {_WHY[why]}; it is in the archive")
+        giver.drop([serial])
+
+    async def _move_ids(self, giver: DiskLevel, receiver: DiskLevel, serial: int) -> _Moved:
+        manifest = await self._manifest(giver, serial)
+        if isinstance(manifest, _Moved):
+            return manifest
+        if refusal := receiver.refuses(0):
+            return _Moved(arrived=False, reason=refusal)
+        reason = await receiver.put_ids(manifest)
+        return _Moved(arrived=not reason, reason=reason)
+
+    # ------------------------------------------------------------------------------------------------------------ move
+
+    async def _move(self, giver: DiskLevel, receiver: DiskLevel, serial: int, *, may_link_shared: bool) -> _Moved:
+        """Bring an entry of `giver` into `receiver`; the giver's stays for now."""
+        entry = giver.index.conversation(serial)
+        giver.index.lease(entry.keys)
+        try:
+            manifest = await self._manifest(giver, serial)
+            if isinstance(manifest, _Moved):
+                return manifest
+            if refusal := _refusal(receiver, manifest):
+                return _Moved(arrived=False, reason=refusal)
+            put = receiver.begin_put(manifest, whole=False)
+            reached, reason, unreadable = 0, "", False
+            try:
+                if receiver.used_bytes > receiver.limits.budget_bytes:
+                    reason = f"{receiver.name} cannot make room: what it holds is in use"
+                else:
+                    reached, reason, unreadable = await self._adopt(giver, receiver, put, may_link_shared)
+            finally:
+                outcome = await receiver.finish_put(put, reached, reason)
+            return _Moved(arrived=bool(outcome.durable), reason=outcome.reason, unreadable=unreadable and not reached)
+        finally:
+            giver.index.release(entry.keys)
+
+    async def _manifest(self, giver: DiskLevel, serial: int) -> Manifest | _Moved:
+        found = await asyncio.wrap_future(giver.reader.manifest(serial))
+        if isinstance(found, Manifest):
+            return found
+        gone = isinstance(found, Damaged | Missing)
+        if gone:
+            giver.quarantine_manifest(serial)
+        return _Moved(arrived=False, reason=found.reason, unreadable=gone)
+
+    async def _adopt(
+        self, giver: DiskLevel, receiver: DiskLevel, put: Put, may_link_shared: bool
+    ) -> tuple[int, str, bool]:
+        """Segments that arrived, why not all, and whether that is the giver's fault.
+
+        When the receiver is at fault, none count: all or nothing. What the giver cannot read ends the entry there.
+        """
+        for i, key in enumerate(put.manifest.keys):
+            if key not in put.missing:
+                continue
+            may_link = may_link_shared or giver.index.names_alone(key)
+            for stage in range(len(put.manifest.stages)):
+                job = receiver.writer.adopt_segment(put.ticket, giver.level, key, stage, may_link=may_link)
+                failed = await asyncio.wrap_future(job)
+                if not isinstance(failed, Failed):
+                    continue
+                if failed.giver is None or not isinstance(failed.giver, Damaged | Missing):
+                    return 0, failed.reason, False
+                giver.set_aside(key, stage, damaged=isinstance(failed.giver, Damaged))
+                return i, failed.reason, True
+            put.unwritten.pop(key, None)
+        return len(put.manifest.keys), "", False
+
+    def _tell(self, level: DiskLevel, serial: int, verb: str, detail: str) -> None:
+        if level.index.has_conversation(serial):
+            entry = level.index.conversation(serial)
+            self._story.tell(self._clock(), entry.conversation, verb, f"{len(entry.tokens)} tokens {detail}")
+
+
+_WHY = {
+    "superseded": "a newer state of it is durable",
+    "compacted": "its history was rewritten",
+    "budget": "the oldest of a level over its budget",
+    "age": "older than the limit",
+}
+
+
+def _refusal(receiver: DiskLevel, manifest: Manifest) -> str:
+    """Why a receiver cannot take an entry; empty when it can."""
+    missing = (n for key, n in zip(manifest.keys, manifest.file_bytes, strict=True) if not receiver.index.holds(key))
+    n_bytes = sum(missing)
+    if not receiver.usable:
+        return f"{receiver.name} is {receiver.state}"
+    if n_bytes > receiver.limits.budget_bytes:
+        return f"it is larger than the budget of {receiver.name}"
+    if refusal := receiver.refuses(n_bytes):
+        receiver.counters.rejected += 1
+        return refusal
+    return ""

@@ -1,0 +1,369 @@
+"""One disk level as the cache sees it: its index, its budget, its threads, and the writes under way into it.
+
+A write is a pair: `begin_put` leases its segments and says which are missing, `finish_put` makes it durable and drops
+what it supersedes. Belongs to the event loop. What captures or copies the bytes is elsewhere (parking, spilling,
+cascade); so is what happens to entries that must leave: this level only says which, to `on_leaving`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import msgspec
+
+from strata.cache.counters import LevelCounters
+from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
+from strata.cache.state import Conversation, LevelIndex
+from strata.store.format import Manifest
+from strata.store.level import Level
+from strata.store.reader import Reader
+from strata.store.writer import OK, Committed, Writer
+from strata.types import MIB, Key
+
+log = logging.getLogger("strata.cache")
+
+RETRY_S = 5.0
+"""After a failure a disk is left alone for so long, unless nothing else can keep a state."""
+
+
+class DiskLevel:
+    """One directory, with its index."""
+
+    def __init__(self, level: Level, limits: DiskLimits, identity: bytes, clock: Callable[[], float]) -> None:
+        """Scans the directory. Raises OSError when it cannot be listed."""
+        self.level = level
+        self.limits = limits
+        self.index = LevelIndex()
+        self.counters = LevelCounters()
+        self.on_leaving: Callable[[DiskLevel, Sequence[int], Leaving], None] = DiskLevel.remove_now
+        self.on_recorded: Callable[[Conversation], None] = lambda _: None
+        """Told of every conversation that became durable here."""
+        self.moving: dict[int, int] = {}
+        """Entries on their way to another level or the archive, and the bytes they will free here."""
+        self.stuck: set[int] = set()
+        """Entries that could not leave; the janitor lets them try again."""
+        self._clock = clock
+        self.scan = level.scan(identity)
+        self.writer = Writer(level)
+        self.reader = Reader(level)
+        self._tickets = 0
+        self._puts: set[Put] = set()
+        # Segments that a put is writing: its ticket, and whether they became durable.
+        self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
+        self._unusable: dict[Key, list[int]] = {}  # stages of segments whose files have a wrong size
+        self._dropping_bytes = 0
+        self._failed_at: float | None = None
+        self._load(identity)
+
+    def __repr__(self) -> str:
+        return f"DiskLevel({self.level!r}, {self.index!r})"
+
+    @property
+    def name(self) -> str:
+        return self.level.name
+
+    @property
+    def puts_under_way(self) -> int:
+        return len(self._puts)
+
+    def _load(self, identity: bytes) -> None:
+        """Fill the index from the scan. Stale manifests serve up to their gap; foreign ones only age and take space."""
+        for key, files in self.scan.segments.items():
+            self.index.note_bytes(key, files.allocated_bytes)
+        for stored in self.scan.manifests:
+            self._load_manifest(stored.manifest, stored.allocated_bytes)
+        for stale in self.scan.stale:
+            if not self.limits.is_archive:  # which may keep manifests without their segments
+                log.warning("%s: manifest %d is stale: %s; it is kept", self.name, stale.serial, stale.reason)
+            if stale.manifest is not None and stale.manifest.identity == identity:
+                self._load_manifest(stale.manifest, stale.allocated_bytes)
+        for foreign in self.scan.foreign:
+            self.index.add_conversation(
+                Conversation.foreign(
+                    foreign.serial, foreign.keys, manifest_bytes=foreign.allocated_bytes, stamp_s=foreign.stamp_s
+                )
+            )
+
+    def _load_manifest(self, manifest: Manifest, allocated_bytes: int) -> None:
+        ids, n_stages = manifest.token_ids, len(manifest.stages)
+        for segment, expected in zip(manifest.segments, manifest.file_bytes, strict=True):
+            files = self.scan.segments.get(segment.key)
+            if files is None:
+                continue
+            if len(files.sizes) != n_stages or sum(size for _, size in files.sizes) != expected:
+                self._unusable[segment.key] = [stage for stage, _ in files.sizes]
+                continue
+            self.index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes)
+        self.index.add_conversation(_conversation(manifest, allocated_bytes))
+
+    # ---------------------------------------------------------------------------------------------------------- asking
+
+    @property
+    def usable(self) -> bool:
+        """Whether writing to it may succeed: its writer lives, and did not fail a moment ago."""
+        resting = self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S
+        return self.writer.is_alive and not resting
+
+    @property
+    def state(self) -> str:
+        """ "ok", or what is wrong with it, for people."""
+        return self.writer.state
+
+    def refuses(self, n_bytes: int) -> str:
+        """Why a write of `n_bytes` is not taken; empty when it is."""
+        if self.limits.rejects and self.used_bytes + n_bytes > self.limits.budget_bytes:
+            return f"{self.name} is full, and --conversation-cache-spill-when-full is reject"
+        return ""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes the level's files will take once what is under way is done."""
+        coming = sum(put.unwritten_bytes for put in self._puts)
+        return self.level.used_bytes + coming - self._dropping_bytes - sum(self.moving.values())
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    def begin_put(self, manifest: Manifest, *, whole: bool) -> Put:
+        """Announce a write: its segments are leased, and room is made. `finish_put` must follow."""
+        keys = manifest.keys
+        missing = frozenset(key for key in keys if not self.index.holds(key) and key not in self._coming)
+        if not self._tickets:
+            self.writer.remove_temporaries(self.scan)
+        self._tickets += 1
+        sizes = zip(keys, manifest.file_bytes, strict=True)
+        unwritten = {key: n_bytes for key, n_bytes in sizes if key in missing}
+        put = Put(manifest=manifest, ticket=self._tickets, missing=missing, whole=whole, unwritten=unwritten)
+        self.index.lease(keys)
+        for key in missing:
+            self._coming[key] = put.ticket, asyncio.get_running_loop().create_future()
+            for stage in self._unusable.pop(key, ()):
+                self.writer.quarantine(key, stage)
+        self.make_room(put.unwritten_bytes)
+        self._puts.add(put)
+        return put
+
+    async def finish_put(self, put: Put, reached: int, stop_reason: str) -> PutOutcome:
+        """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`."""
+        outcome = PutOutcome(durable=frozenset(), tokens=0, reason=stop_reason)
+        try:
+            named = await self._arrived(put, reached)
+            reason = stop_reason if named == reached else "a segment it shares with another write was lost"
+            outcome = await self._commit(put, named, reason)
+            written = zip(put.manifest.keys[:reached], range(reached), strict=True)
+            self._drop_unnamed(key for key, i in written if i >= named and key in put.missing)
+        finally:
+            self._puts.discard(put)
+            for key in put.missing:
+                self._coming.pop(key)[1].set_result(key in outcome.durable)
+            self.release(put.manifest.keys)
+            self.make_room(0)
+        return outcome
+
+    async def _arrived(self, put: Put, reached: int) -> int:
+        """How many of the segments can be named: those that other puts write must have become durable.
+
+        Waits for puts that began earlier only: a segment that was lost meanwhile may be coming again from a later one,
+        which may be waiting for this one.
+        """
+        for i, key in enumerate(put.manifest.keys[:reached]):
+            if key in put.missing:
+                continue
+            ticket, coming = self._coming.get(key, (put.ticket, None))
+            if coming is not None and ticket < put.ticket:
+                await asyncio.shield(coming)
+            if not self.index.holds(key):
+                return i
+        return reached
+
+    async def _commit(self, put: Put, named: int, reason: str) -> PutOutcome:
+        """Make the manifest of the first `named` segments durable."""
+        whole = named == len(put.manifest.keys)
+        if named == 0 or (put.whole and not whole):
+            await asyncio.wrap_future(self.writer.abandon(put.ticket))
+            self.note_disk()
+            return PutOutcome(durable=frozenset(), tokens=0, reason=reason)
+        now = self._clock()
+        changes = {"serial": self.level.next_serial(), "stamp_s": now, "created_s": put.manifest.created_s or now}
+        manifest = msgspec.structs.replace(put.manifest.first(named), **changes)
+        committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
+        self.note_disk()
+        if not isinstance(committed, Committed):
+            self._drop_unnamed(committed.left)
+            return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
+        self._record(manifest, committed.manifest_bytes, cut_short=not whole)
+        return PutOutcome(durable=frozenset(manifest.keys), tokens=manifest.n_tokens, reason="" if whole else reason)
+
+    def release(self, keys: Sequence[Key]) -> None:
+        """End a lease; what nothing names any more goes."""
+        self.index.release(keys)
+        unused = (key for key in keys if self.index.bytes_of(key) and not self.index.is_leased([key]))
+        self._drop_unnamed(key for key in unused if key not in self._coming)
+
+    def note_disk(self) -> None:
+        """Remember whether the disk fails, so that parks go elsewhere for a moment."""
+        self._failed_at = None if self.writer.state == OK else time.monotonic()
+
+    def _record(self, manifest: Manifest, manifest_bytes: int, *, cut_short: bool) -> None:
+        """Put what became durable into the index, and let go what it supersedes."""
+        ids = manifest.token_ids
+        for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
+            self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
+        longest = manifest.n_tokens if cut_short else None
+        entry = _conversation(manifest, manifest_bytes)
+        if not self.limits.is_archive:
+            self.supersede(entry, longest=longest)
+        if not self.limits.is_archive and not cut_short:
+            self._compact(entry)
+        self.index.add_conversation(entry)
+        if not cut_short:
+            self.on_recorded(entry)
+        if self.limits.keep:
+            self.let_go(self.index.oldest_beyond(entry.conversation, self.limits.keep), "superseded")
+
+    async def put_ids(self, manifest: Manifest) -> str:
+        """Keep a manifest without its segments; why that failed, or an empty text."""
+        self._tickets += 1
+        manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
+        committed = await asyncio.wrap_future(self.writer.commit(self._tickets, manifest))
+        if not isinstance(committed, Committed):
+            return committed.reason
+        self.index.add_conversation(_conversation(manifest, committed.manifest_bytes))
+        self.let_go(self.index.oldest_beyond(manifest.conversation, self.limits.keep), "superseded")
+        self.make_room(0)
+        return ""
+
+    def supersede(self, by: Conversation, *, longest: int | None = None) -> None:
+        """Let go older states of the same conversation. `longest`: spare those of more tokens."""
+        old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest)
+        self.let_go([serial for serial in old if serial != by.serial], "superseded")
+
+    def _compact(self, by: Conversation) -> None:
+        limit = self.limits.divergence_tokens
+        if not limit:
+            return
+        old = self.index.compacted_by(by.conversation, by.root, by.tokens, limit)
+        if old is None:
+            self.counters.compaction_unclear += 1
+            log.info("%s: a history was rewritten, and which stored conversation it was is unclear: kept", self.name)
+            return
+        self.let_go(old, "compacted")
+
+    # ------------------------------------------------------------------------------------------------------- room
+
+    def make_room(self, need_bytes: int) -> None:
+        """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
+        if self.limits.rejects:
+            return
+        budget_bytes = self.limits.budget_bytes
+        plan = self.index.plan_eviction(
+            used_bytes=self.used_bytes,
+            need_bytes=need_bytes,
+            budget_bytes=budget_bytes,
+            rank=lambda c: None if c.serial in self.moving or c.serial in self.stuck else 0,
+        )
+        self._drop((), plan.loose)
+        self.let_go(plan.serials, "budget")
+        if plan.short_bytes and need_bytes:
+            if need_bytes > budget_bytes:
+                self.counters.oversized += 1
+            message = "%s: %d MiB over its budget of %d MiB: what is left is in use, cannot leave, or is alone larger"
+            log.warning(message, self.name, plan.short_bytes // MIB + 1, budget_bytes // MIB)
+
+    def age_out(self) -> None:
+        """Let go what is older than the limit."""
+        if not self.limits.max_age_s:
+            return
+        oldest_s = self._clock() - self.limits.max_age_s
+        old = [c for c in self.index.conversations() if c.stamp_s < oldest_s and c.serial not in self.moving]
+        self.let_go([c.serial for c in old if not self.index.is_leased(c.keys)], "age")
+
+    def let_go(self, serials: Iterable[int], why: Leaving) -> None:
+        """Hand entries that must leave to whoever takes them."""
+        leaving = [serial for serial in serials if serial not in self.moving and serial not in self.stuck]
+        if leaving:
+            self.on_leaving(self, leaving, why)
+
+    def remove_now(self, serials: Sequence[int], why: Leaving) -> None:
+        """Delete entries at once, counted by reason."""
+        self.count_leaving(len(serials), why)
+        self._drop(serials, None)
+
+    def count_leaving(self, n: int, why: Leaving) -> None:
+        counts = self.counters
+        counts.superseded += n * (why == "superseded")
+        counts.compacted += n * (why == "compacted")
+        counts.disk_evictions += n * (why == "budget")
+        counts.age_evictions += n * (why == "age")
+
+    def begin_leaving(self, serial: int) -> None:
+        """An entry is on its way to somewhere else; its bytes count as gone already."""
+        entry = self.index.conversation(serial)
+        own = sum(self.index.bytes_of(key) for key in entry.keys if self.index.names_alone(key))
+        self.moving[serial] = entry.manifest_bytes + own
+
+    def end_leaving(self, serial: int, *, left: bool) -> None:
+        """It arrived, or stays here until the next tick."""
+        self.moving.pop(serial, None)
+        if not left:
+            self.stuck.add(serial)
+
+    def quarantine_manifest(self, serial: int) -> None:
+        """Set aside a manifest that cannot be read."""
+        self.counters.quarantined += 1
+        self.writer.quarantine_manifest(serial)
+
+    def drop(self, serials: Sequence[int]) -> None:
+        """Delete entries whose copy elsewhere is durable, and the segments that only they need."""
+        self._drop([serial for serial in serials if self.index.has_conversation(serial)], None)
+
+    def set_aside(self, key: Key, stage: int | None, *, damaged: bool) -> None:
+        """Never serve a bad segment again; a damaged file is renamed, never deleted."""
+        n_bytes = self.index.bytes_of(key)
+        self.index.remove_segments([key])
+        if not damaged:
+            self.index.note_bytes(key, n_bytes)  # the file stays, and goes when its conversations go
+        elif stage is not None:
+            self.counters.quarantined += 1
+            self.writer.quarantine(key, stage)
+
+    def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
+        """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""
+        n_bytes = sum(self.index.conversation(serial).manifest_bytes for serial in serials)
+        loose = self.index.remove_conversations(serials)
+        gone = loose if keys is None else tuple(keys)
+        if not serials and not gone:
+            return
+        n_bytes += sum(self.index.bytes_of(key) for key in gone)
+        self.index.remove_segments(gone)
+        self._dropping_bytes += n_bytes
+        asyncio.wrap_future(self.writer.drop(serials, gone)).add_done_callback(partial(self._dropped, n_bytes))
+
+    def _drop_unnamed(self, keys: Iterable[Key]) -> None:
+        """Delete what a put wrote in vain; not what was there before and belongs to a stored conversation."""
+        self._drop((), [key for key in keys if not self.index.is_named(key)])
+
+    def _dropped(self, n_bytes: int, _: object) -> None:
+        self._dropping_bytes -= n_bytes
+
+    def close(self) -> None:
+        """End the threads and release the directory."""
+        self.reader.close()
+        self.writer.close()
+        self.level.close()
+
+
+def _conversation(manifest: Manifest, manifest_bytes: int) -> Conversation:
+    return Conversation(
+        serial=manifest.serial,
+        root=manifest.root,
+        conversation=manifest.conversation,
+        tokens=manifest.token_ids,
+        frontier=manifest.frontier or 0,
+        keys=manifest.keys,
+        manifest_bytes=manifest_bytes,
+        stamp_s=manifest.stamp_s,
+    )

@@ -1,0 +1,243 @@
+"""The RAM level: segments in the arena, shared between conversations, with a budget and a most number of conversations.
+
+Belongs to the event loop. The blocks lie in shared memory of the front process, so they outlive the engine process.
+Each block gets a digest when it arrives, on threads of its own, and is checked against it before it is used again: the
+engine process can write to the arena, and may have died doing so. Whether memory can be had, and where else a state
+could go, is decided elsewhere (rules/placement.py); this module only says what it would have to give up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from strata.cache.blocks import BlockPool
+from strata.cache.state import Conversation, LevelIndex
+from strata.rules.eviction import Eviction
+from strata.store.hashing import Hasher
+from strata.types import Key, Segment, Span, Tokens
+
+Blocks = tuple[tuple[Span, ...], ...]
+"""The blocks of a segment in the arena: [block][stage]."""
+Payloads = tuple[tuple[memoryview, ...], ...]
+"""The payloads of the blocks, in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RamLimits:
+    """`most`: conversations kept at once."""
+
+    budget_bytes: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    blocks: Blocks
+    payloads: Payloads
+    digests: Future[tuple[bytes, ...]]  # in the order of the blocks, stage by stage within each
+
+
+class RamLevel:
+    """What is kept in RAM."""
+
+    name = "ram"
+
+    def __init__(self, pool: BlockPool, limits: RamLimits, *, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.index = LevelIndex()
+        self._pool = pool
+        self._clock = clock
+        self._hasher = Hasher("ram")
+        self._held: dict[Key, _Held] = {}
+        self._serials = 0
+        self._used_bytes = 0
+        self._promised_bytes = 0
+        self.is_safe: Callable[[Conversation], bool] = lambda _: False
+        """Whether a conversation can be dropped without losing anything."""
+        self.provisional: set[int] = set()
+        """Conversations of cancelled requests: nothing is owed to them."""
+        self.is_last = True
+        """No disk level is below: what does not fit is deleted here."""
+
+    def __repr__(self) -> str:
+        return f"RamLevel({self.index!r}, {self._used_bytes} of {self.limits.budget_bytes} bytes)"
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    # ---------------------------------------------------------------------------------------------------------- asking
+
+    def blocks(self, key: Key) -> Blocks:
+        return self._held[key].blocks
+
+    def payloads(self, key: Key) -> Payloads:
+        """Payloads and padding of a segment's blocks, [block][stage]. Lease the segment as long as they are used."""
+        return self._held[key].payloads
+
+    async def digests(self, key: Key) -> tuple[tuple[bytes, ...], ...]:
+        """What the blocks had when they arrived, [block][stage]."""
+        held = self._held[key]
+        flat = await asyncio.wrap_future(held.digests)
+        n_stages = len(held.blocks[0])
+        return tuple(flat[i : i + n_stages] for i in range(0, len(flat), n_stages))
+
+    async def is_intact(self, key: Key, block: int, n_bytes: Sequence[int]) -> bool:
+        """Whether a block still has the digests it arrived with. `n_bytes`: of its payload, by stage."""
+        expected = (await self.digests(key))[block]
+        payloads = self._held[key].payloads[block]
+        views = [payload[:n] for payload, n in zip(payloads, n_bytes, strict=True)]
+        return await asyncio.wrap_future(self._hasher.digests(views)) == expected
+
+    def evictable_bytes(self) -> int:
+        """What could be given back at once: what is safe elsewhere, or all when this is the last level."""
+        return self._plan(1 << 62, 0).freed_bytes
+
+    def room_for(self, need_bytes: int) -> Eviction:
+        """What must go so that a conversation of `need_bytes` fits budget and number; see `fits`."""
+        return self._plan(need_bytes, 1)
+
+    def plan_to_free(self, n_bytes: int) -> Eviction:
+        """What must go to free `n_bytes` of memory."""
+        return self.index.plan_eviction(used_bytes=n_bytes, need_bytes=0, budget_bytes=0, rank=self._rank)
+
+    def _plan(self, need_bytes: int, entries: int) -> Eviction:
+        return self.index.plan_eviction(
+            used_bytes=self._used_bytes + self._promised_bytes,
+            need_bytes=need_bytes,
+            budget_bytes=self.limits.budget_bytes,
+            too_many=len(self.index.conversations()) + entries - self.limits.most if entries else 0,
+            rank=self._rank,
+        )
+
+    def fits(self, plan: Eviction) -> bool:
+        """Whether a plan of `room_for` is enough."""
+        stay = len(self.index.conversations()) - len(plan.serials)
+        return not plan.short_bytes and stay < self.limits.most
+
+    def _rank(self, conversation: Conversation) -> int | None:
+        if conversation.serial in self.provisional or self.is_safe(conversation):
+            return 0
+        return 1 if self.is_last else None
+
+    # -------------------------------------------------------------------------------------------------------- changing
+
+    def promise(self, n_bytes: int) -> None:
+        """Count bytes that a park will bring; give them back with a negative number."""
+        self._promised_bytes += n_bytes
+
+    def add_segment(
+        self, segment: Segment, tokens: Tokens, blocks: Blocks, payload_bytes: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep a captured segment, which the caller leases after this. `payload_bytes`: by [block][stage]."""
+        if segment.key in self._held:
+            if self.index.holds(segment.key) or self.index.is_leased([segment.key]):
+                for spans in blocks:
+                    self._pool.give_back(spans)
+                return
+            self._free([segment.key])  # a quarantined one
+        payloads = tuple(
+            tuple(self._pool.payload(span, n) for span, n in zip(spans, sizes, strict=True))
+            for spans, sizes in zip(blocks, payload_bytes, strict=True)
+        )
+        views = [
+            payload[:n]
+            for row, sizes in zip(payloads, payload_bytes, strict=True)
+            for payload, n in zip(row, sizes, strict=True)
+        ]
+        n_bytes = sum(span.length for spans in blocks for span in spans)
+        digests = self._hasher.digests(views)
+        self._held[segment.key] = _Held(blocks=blocks, payloads=payloads, digests=digests)
+        self._used_bytes += n_bytes
+        self.index.add_segment(segment, tokens, n_bytes)
+
+    def add_conversation(
+        self,
+        root: Key,
+        tokens: Tokens,
+        frontier: int | None,
+        conversation: bytes,
+        keys: tuple[Key, ...],
+        *,
+        provisional: bool = False,
+    ) -> tuple[Conversation, tuple[int, ...]]:
+        """Keep a conversation whose segments are all here; also the serials of those it superseded, which are gone.
+
+        A provisional one supersedes provisional ones alone.
+        """
+        self._serials += 1
+        entry = Conversation(
+            serial=self._serials,
+            root=root,
+            conversation=conversation,
+            tokens=tokens,
+            frontier=frontier or 0,
+            keys=keys,
+            manifest_bytes=0,
+            stamp_s=self._clock(),
+        )
+        old = self.index.superseded_by(conversation, root, tokens)
+        if provisional:
+            old = tuple(serial for serial in old if serial in self.provisional)
+            self.provisional.add(entry.serial)
+        self.index.add_conversation(entry)
+        self.drop(old)
+        return entry, old
+
+    def drop(self, serials: Iterable[int]) -> None:
+        """Let conversations go, and the segments that only they need and nobody uses."""
+        gone = [serial for serial in serials if self.index.has_conversation(serial)]
+        self.provisional.difference_update(gone)
+        self._free(self.index.remove_conversations(gone))
+
+    def check(self) -> list[str]:
+        """Every inconsistency found, in words."""
+        wrong = self.index.check()
+        if sum(self.index.bytes_of(key) for key in self._held) != self._used_bytes:
+            wrong.append("the used bytes differ from the segments that are held")
+        if any(key not in self._held for c in self.index.conversations() for key in c.keys):
+            wrong.append("a conversation names a segment that is not held")
+        if self._used_bytes > self.limits.budget_bytes or self._promised_bytes < 0:
+            wrong.append(f"{self._used_bytes} bytes used and {self._promised_bytes} promised of the budget")
+        return wrong
+
+    def quarantine(self, key: Key) -> None:
+        """Never use a segment again whose bytes changed. It is freed once nobody reads it."""
+        n_bytes = self.index.bytes_of(key)
+        self.index.remove_segments([key])
+        self.index.note_bytes(key, n_bytes)
+
+    def lease(self, keys: Iterable[Key]) -> None:
+        """Keep these segments in place until `release`."""
+        self.index.lease(keys)
+
+    def release(self, keys: Sequence[Key]) -> None:
+        self.index.release(keys)
+        self._free(key for key in keys if not self.index.is_named(key) and not self.index.is_leased([key]))
+
+    def _free(self, keys: Iterable[Key]) -> None:
+        for key in dict.fromkeys(keys):
+            held = self._held.pop(key, None)
+            if held is None:
+                continue
+            self._used_bytes -= self.index.bytes_of(key)
+            self.index.remove_segments([key])
+            if held.digests.done():
+                self._give_back(held)
+            else:  # its bytes are still being read
+                asyncio.wrap_future(held.digests).add_done_callback(partial(self._give_back_later, held))
+
+    def _give_back(self, held: _Held) -> None:
+        for spans in held.blocks:
+            self._pool.give_back(spans)
+
+    def _give_back_later(self, held: _Held, _: object) -> None:
+        self._give_back(held)
+
+    def close(self) -> None:
+        """End the threads. The arena takes the memory back."""
+        self._hasher.close()

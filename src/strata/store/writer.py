@@ -138,7 +138,7 @@ class Writer:
         self._lock = threading.Lock()  # guards the next two
         self._waiting_jobs = 0
         self._waiting_bytes = 0
-        self._thread = JobThread(f"writer-{level.name}", at_once=WRITES_AT_ONCE, at_end=self._end)
+        self._thread = JobThread(f"writer-{level.name}", at_once=2 * WRITES_AT_ONCE, at_end=self._end)
 
     def __repr__(self) -> str:
         return f"Writer({self._level.name!r}, {self._state!r}, {self.statistics()})"

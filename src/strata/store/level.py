@@ -195,19 +195,18 @@ class Level:
             raise
         return self._account.of(name)
 
-    def drop(self, serials: Iterable[int], keys: Iterable[Key]) -> int:
-        """Remove manifests, durably, and then segments that nothing else names; returns the bytes freed.
+    def drop(self, serials: Iterable[int], keys: Iterable[Key], threads: Executor | None = None) -> int:
+        """Remove manifests, durably, and then segments that nothing else names, durably; returns the bytes freed.
 
-        A power cut may bring back a segment (as an orphan), never a manifest without its segments.
+        A power cut meanwhile may bring back a segment (as an orphan), never a manifest without its segments.
         """
-        freed = 0
         names = [manifest_name(serial) for serial in serials]
-        for name in names:
-            freed += self._unlink(name)
+        paths = [path for key in keys for path in self._paths_of(key)]
+        freed = sum(self._unlink(name) for name in names)
         if names:
             self._sync_dir("")
-        for key in keys:
-            freed += sum(self._unlink(path) for path in self._paths_of(key))
+        freed += sum(self._unlink(path) for path in paths)
+        self._sync_all(self._sync_if_there, sorted({path.rpartition("/")[0] for path in paths}), threads)
         return freed
 
     def remove_temporaries(self, scan: Scan) -> int:
@@ -312,6 +311,10 @@ class Level:
             for future in futures:
                 future.result()
         self.counts.fsyncs += len(paths)
+
+    def _sync_if_there(self, folder: Path) -> None:
+        with suppress(FileNotFoundError):  # someone cleared it away, with what was to be dropped
+            self._fs.sync_dir(folder)
 
     def _fsync(self, path: str) -> None:
         self._fs.fsync(self.root / path)

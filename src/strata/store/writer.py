@@ -250,8 +250,8 @@ class Writer:
         return self._submit(work)
 
     def drop(self, serials: Sequence[int], keys: Sequence[Key]) -> Future[Dropped | Failed]:
-        """Remove manifests, then segments (see `Level.drop`)."""
-        return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys)))
+        """Remove manifests, then segments, durably (see `Level.drop`)."""
+        return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys, self._syncers)))
 
     def remove_temporaries(self, scan: Scan) -> Future[Dropped | Failed]:
         """Remove what dead writers left behind; give it before the first write."""

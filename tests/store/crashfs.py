@@ -3,9 +3,9 @@
 The model is deliberately pessimistic (ext4, XFS and APFS are each kinder in some way):
 
 - kill: everything done stays; the write in progress may be torn.
-- power cut: a file that was not fsynced is empty, torn, all zeros, or whole; the changes to a directory's names since
-  its last `sync_dir` happened up to some point, independently for each directory; an fsync of a file says nothing
-  about its name.
+- power cut: a file that was not fsynced is empty, torn, all zeros, or whole, under each of its names alike; the changes
+  to a directory's names since its last `sync_dir` happened up to some point, independently for each directory; an fsync
+  of a file says nothing about its names.
 
 It does not model reordering within one directory, bit rot, or a device that ignores flushes.
 """
@@ -193,11 +193,11 @@ class CrashFS:
     def after_kill(self) -> Iterator[CrashFS]:
         """Every state that a new process may find after kill -9."""
         live = {path: directory.live for path, directory in self._directories.items()}
-        yield _rebuilt(live, {})
+        yield self._rebuilt(live, {})
         if self._writing is not None:
             path, data = self._writing
             for torn in (b"", data[: len(data) // 2]):
-                yield _rebuilt({**live, path.parent: {**live[path.parent], path.name: _File(torn)}}, {})
+                yield self._rebuilt({**live, path.parent: {**live[path.parent], path.name: _File(torn)}}, {})
 
     def after_power_cut(self) -> Iterator[CrashFS]:
         """Every state that may be found after the power went."""
@@ -207,19 +207,21 @@ class CrashFS:
             names = {path: self._directories[path].after(n) for path, n in zip(paths, chosen, strict=True)}
             files = {id(f): f for below in names.values() for f in below.values() if isinstance(f, _File)}
             for contents in itertools.product(*(file.versions() for file in files.values())):
-                yield _rebuilt(names, dict(zip(files, contents, strict=True)))
+                yield self._rebuilt(names, dict(zip(files, contents, strict=True)))
 
-
-def _rebuilt(names: dict[Path, Names], contents: dict[int, bytes]) -> CrashFS:
-    """A disk with these names, all durable, and the files' contents replaced where given."""
-    disk = CrashFS()
-    disk._directories = {path: _Directory() for path in names if _exists(path, names)}
-    for path, directory in disk._directories.items():
-        for name, file in names[path].items():
-            directory.durable[name] = (
-                _File(contents.get(id(file), file.data), synced=True) if isinstance(file, _File) else file
-            )
-    return disk
+    def _rebuilt(self, names: dict[Path, Names], contents: dict[int, bytes]) -> CrashFS:
+        """A disk with these names, all durable, and the files' contents replaced where given."""
+        disk = CrashFS(volumes=self._volumes)
+        disk._directories = {path: _Directory() for path in names if _exists(path, names)}
+        files: dict[int, _File] = {}  # a file with two names stays one file
+        for path, directory in disk._directories.items():
+            for name, file in names[path].items():
+                if isinstance(file, _File):
+                    data = contents.get(id(file), file.data)
+                    directory.durable[name] = files.setdefault(id(file), _File(data, synced=True))
+                else:
+                    directory.durable[name] = file
+        return disk
 
 
 def _exists(path: Path, names: dict[Path, Names]) -> bool:

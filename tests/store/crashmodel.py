@@ -200,7 +200,7 @@ def states(
             case.scenario(run)
         for after in getattr(run.fs, crash)():
             if next(counter) % every == 0:
-                found = look(after, run.owed.values(), run.levels)
+                found = look(after(), run.owed.values(), run.levels)
                 yield [Problem(kind=p.kind, text=f"{case.name}, {crash}, step {cut_at}: {p.text}") for p in found]
 
 

@@ -19,7 +19,7 @@ from strata.store.level import Level
 from strata.types import Key
 
 
-@pytest.mark.parametrize(("crash", "every"), [("after_kill", 1), ("after_power_cut", 29)])
+@pytest.mark.parametrize(("crash", "every"), [("after_kill", 1), ("after_power_cut", 17)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_acknowledged_conversation_survives_every_crash(case, crash, every) -> None:
     found = list(states(case, crash, every=every))

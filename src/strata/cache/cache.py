@@ -145,7 +145,8 @@ class ConversationCache:
         """Let the levels ask, and tell, each other."""
         if self.ram is not None:
             self.ram.is_last = not self.disks
-            self.ram.is_safe = self.kept.is_safe
+            self.ram.is_durable = lambda entry: self.kept.is_durable(entry.keys)
+            self.ram.is_live = lambda entry: self.kept.is_live(entry.keys)
             self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
         if self.write_level is not None:
             self.write_level.on_recorded = self._became_durable

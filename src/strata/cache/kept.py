@@ -48,9 +48,9 @@ class Kept:
         """The same on a disk level."""
         return any(disk.index.stores(keys) for disk in self._disks)
 
-    def is_safe(self, entry: Conversation) -> bool:
-        """A RAM copy that can go at once: the state is durable, or still lies in a slot."""
-        return self.is_durable(entry.keys) or entry.keys in self.live.values()
+    def is_live(self, keys: Sequence[Key]) -> bool:
+        """Whether the state still lies in the slot that it was parked from."""
+        return tuple(keys) in self.live.values()
 
     def only_in_ram(self) -> list[Conversation]:
         """What RAM keeps and no disk does, oldest first; nothing that is not owed."""
@@ -67,8 +67,10 @@ class Kept:
             gone = self._ram.index.conversation(serial)
             if serial in self._ram.provisional:
                 verb, why = "drop", "nothing was owed to a cancelled request"
-            elif self.is_safe(gone):
-                verb, why = "drop", "its copy elsewhere stays"
+            elif self.is_durable(gone.keys):
+                verb, why = "drop", "its copy on disk stays"
+            elif self.is_live(gone.keys):
+                verb, why = "drop", "it is in its slot still"
             else:
                 verb, why = "delete", "the oldest of a level over its budget"
             self._story.tell(self._clock(), gone.conversation, verb, f"{len(gone.tokens)} tokens from ram: {why}")

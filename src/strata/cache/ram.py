@@ -59,8 +59,10 @@ class RamLevel:
         self._used_bytes = 0
         self._promised_bytes = 0
         self._promised = 0  # conversations
-        self.is_safe: Callable[[Conversation], bool] = lambda _: False
-        """Whether a conversation can be dropped without losing anything."""
+        self.is_durable: Callable[[Conversation], bool] = lambda _: False
+        """Whether a disk level has the state too."""
+        self.is_live: Callable[[Conversation], bool] = lambda _: False
+        """Whether the state still lies in a slot."""
         self.provisional: set[int] = set()
         """Conversations of cancelled requests: nothing is owed to them."""
         self.is_last = True
@@ -137,9 +139,12 @@ class RamLevel:
         )
 
     def _rank(self, conversation: Conversation) -> int | None:
-        if conversation.serial in self.provisional or self.is_safe(conversation):
+        """What is durable goes before what lies in a slot as well, which is lost with the engine process."""
+        if conversation.serial in self.provisional or self.is_durable(conversation):
             return 0
-        return 1 if self.is_last else None
+        if self.is_live(conversation):
+            return 1
+        return 2 if self.is_last else None
 
     def _rank_for_provisional(self, conversation: Conversation) -> int | None:
         return 0 if conversation.serial in self.provisional else None

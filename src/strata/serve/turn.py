@@ -16,6 +16,7 @@ import numpy as np
 
 from strata.cache.cache import ConversationCache
 from strata.cache.parking import Parking, ParkJob
+from strata.cache.tasks import watched
 from strata.engine.protocol import Delta, Engine, Finished, Generation, Progress, Run, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
@@ -279,9 +280,7 @@ def park(shop: Workshop, slot: Slot, *, frontier: int | None, leaving: bool = Fa
     if parking is None:
         return
     slot.parkings.add(parking)
-    task = asyncio.create_task(finish_park(slot, parking))
-    shop.parks.add(task)
-    task.add_done_callback(shop.parks.discard)
+    watched(finish_park(slot, parking), f"the park of slot {slot.index}", shop.parks)
 
 
 async def finish_park(slot: Slot, parking: Parking) -> None:

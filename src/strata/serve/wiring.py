@@ -20,6 +20,7 @@ from strata.cache.cache import TRANSIENT_BYTES, CacheLimits, ConversationCache
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
 from strata.cache.status import story_status
+from strata.cache.tasks import watched
 from strata.config import Config
 from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
@@ -57,7 +58,7 @@ class Server:
         self._started_s = time.time()
         self._arena: Arena | None = None
         self._levels: dict[str, Level] = {}
-        self._caretaker: asyncio.Task[None] | None = None
+        self._caretaker: set[asyncio.Task[None]] = set()
         self._engine: EngineClient | None = None
         self._shop: Workshop | None = None
         self._stopping = False
@@ -93,7 +94,7 @@ class Server:
         slots = Slots(info.slots)
         if cache is not None:
             slots.is_kept = cache.keeps_live
-            self._caretaker = asyncio.create_task(self._look_after(cache), name="caretaker")
+            watched(self._look_after(cache), "the caretaker of the levels", self._caretaker)
         self._shop = Workshop(engine=engine, slots=slots, cache=cache)
 
     def _open_levels(self) -> Choices | None:
@@ -168,8 +169,8 @@ class Server:
     async def stop(self) -> None:
         """End everything in order. Call it when no turn runs any more; also after a failed or unfinished start."""
         self._stopping = True
-        if self._caretaker is not None:
-            self._caretaker.cancel()
+        for task in self._caretaker:
+            task.cancel()
         if self._shop is not None:
             await self._put_away(self._shop)
         if self._engine is not None:

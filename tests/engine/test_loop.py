@@ -108,7 +108,7 @@ def test_a_really_full_pool(tiny_paths: dict[str, Path]) -> None:
         served.context.feed(2, [1] * 60, 0)  # a sequence that nobody will free
         served.context.feed(1, [1] * 60, 0)
         slots = Slots(served.context, 1, 4000, cuttable=True)
-        stage.loop._slots = slots
+        stage.loop._slots = stage.loop._jobs._slots = slots
         prompt = np.tile(PROMPT, 6)[:700]
         command = Run(
             request=1,

@@ -1,9 +1,9 @@
 """Flash attention on or off: a short measurement of this model on this machine decides (ENGINE.md: both ways occur).
 
 Each choice gets a small context of its own whose cells are filled with zero state (time does not depend on the data).
-Timed are: rows behind the filled cells, rows of another sequence beside them (what a unified pool costs the others), the
-few new tokens of a returning turn, and a longer read. Bounded to about two seconds on a model of desk size. Only the
-choice is made here, nothing is kept.
+Timed are: rows behind the filled cells, rows of another sequence beside them (what a unified pool costs the others),
+the few new tokens of a returning turn, and a longer read. Bounded to about two seconds on a model of desk size. Only
+the choice is made here, nothing is kept.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 
 from strata.engine.layout import BadState, build, grow_zero, recognise, token_bytes
-from strata.engine.llama import UNQUANTISED, Context, ContextShape, Model
-from strata.engine.protocol import EngineSettings
+from strata.engine.llama import UNQUANTISED, Context, Model
+from strata.engine.values import ContextShape, EngineSettings
 from strata.errors import ConfigError, ModelError
 
 _FILL_CELLS = 4096

@@ -25,7 +25,8 @@ from strata.types import Tokens
 
 STATE_VERSION = (int(api.LLAMA_STATE_SEQ_MAGIC), int(api.LLAMA_STATE_SEQ_VERSION))
 MAX_SEQUENCES = 256
-UBATCH = 512
+UBATCH = 520
+"""Rows of one pass over the weights: a chunk of 512 and the rows of eight slots."""
 PENALTY_WINDOW = 64  # tokens the repetition penalties look back on, as in llama-server
 
 KV_TYPES: dict[str, int] = {
@@ -260,7 +261,7 @@ class Context:
         the GIL at every operation. Only the CPU backend asks; the steps of others are short.
         """
         self.stop: NDArray[np.uint8] = np.zeros(2, np.uint8)
-        """Set the first byte, from any thread, to end the decode that runs; `decode` clears it when it begins."""
+        """Set the first byte, from any thread, to end the decode that runs. Whoever sets it has it cleared again."""
         strlen = ctypes.cast((ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).strlen, _Abort)
         api.llama_set_abort_callback(self._pointer, strlen, ctypes.c_void_p(self.stop.ctypes.data))
 
@@ -278,7 +279,6 @@ class Context:
         if not 0 < rows <= len(self.token):
             raise ValueError(f"{rows} rows in a batch of {len(self.token)}")
         self._batch.n_tokens = rows
-        self.stop[0] = 0
         return int(api.llama_decode(self._pointer, self._batch))
 
     def feed(self, sequence: int, tokens: Sequence[int] | Tokens, start: int) -> None:

@@ -1,10 +1,10 @@
 """The engine thread: takes commands, moves blocks, runs one decode step after the other.
 
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
-commands (any number of metadata operations; captures and applies until the stall budget is used), then one step: a row
-for every request that writes, plus one chunk of the oldest request that still reads its prompt. The events of a step
-leave in one write. Commands of one slot keep their order; those of others may pass.
-Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
+commands (any number of metadata operations; captures and applies until the stall budget is used), then one step, whose
+rows the agenda plans (`turns.py`). A step that reads the prompt of a request that is cancelled is stopped. The events
+of a step leave in one write. Commands of one slot keep their order; those of others may pass.
+Prompts are prepared elsewhere (`worker.py`); what the commands do is `jobs.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from strata.engine.protocol import (
     unpack_tokens,
 )
 from strata.engine.request import Request
+from strata.engine.selftest import is_cuttable
 from strata.engine.startup import Served
+from strata.engine.turns import Part, Turns, knobs_of
 
 SlotCommand = Run | SlotJob
 Send = Callable[[Sequence[Event]], None]
 
 _STALL_WRITING_S = 0.004  # a step may move blocks for so long while a slot writes (DESIGN §5.8) ...
 _STALL_READING_S = 0.25  # ... and for so long while others only read: their steps take seconds on a CPU
-_NO_FREE_CELLS = 1  # llama_decode's code; nothing was changed then
+_NO_FREE_CELLS = 1  # llama_decode's codes; nothing was changed then ...
+_STOPPED = 2  # ... and here what was computed last was taken back
 
 
 class Loop:
@@ -51,7 +54,15 @@ class Loop:
         self._vocabulary = served.model.vocabulary
         self._slots = served.slots
         self._takes_checkpoints = served.checkpoints is not None
-        self._read_chunk = served.settings.read_chunk
+        self._can_stop = is_cuttable(served.model)
+        self._stoppable: frozenset[int] = frozenset()  # requests for whose sake the running step may be stopped
+        self._turns = Turns(
+            knobs_of(served.settings),
+            full=served.settings.read_chunk,
+            rows=served.context.ubatch,
+            token_s=served.token_s / 2,  # the first chunk may be too long, not too short: a short read is slow
+            stoppable=self._can_stop,
+        )
         self._jobs = Jobs(served.slots, served.checkpoints, chunks)
         self._inbox = inbox
         self._send = send
@@ -196,39 +207,49 @@ class Loop:
     # ------------------------------------------------------------------------------------------------------------- step
 
     def _step(self) -> None:
-        """One decode: every writing request's next row, and a chunk of the oldest reading one."""
-        parts = [(request, 1) for request in self._active if request.is_writing]
-        reading = next((request for request in self._active if not request.is_writing), None)
-        if reading is not None:
-            reading.begin_reading()
-            held = self._jobs.held(reading.slot)
-            # rows and chunk together fill one physical batch, so a step is one pass over the weights
-            room = max(1, min(self._read_chunk, self._context.ubatch - len(parts)))
-            parts.append((reading, min(room, reading.next_stop(held) - held)))
-        self._decode(parts)
+        """One decode: what the agenda plans."""
+        plan = self._turns.plan(self._active, self._jobs.held)
+        for request, _ in plan.parts:
+            request.begin_reading()
+        writing = sum(request.is_writing for request in self._active)
+        began = time.perf_counter()
+        if self._decode(plan.parts):
+            self._turns.done(plan, time.perf_counter() - began, writing)
 
-    def _decode(self, parts: list[tuple[Request, int]]) -> None:
-        """Decode `parts`. When that fails: again without the youngest (pool full), or one by one."""
-        code = self._context.decode(self._fill(parts))
+    def interrupt(self, number: int) -> None:
+        """A request was cancelled: stop the step that reads its prompt. From any thread, its Cancel queued."""
+        if number in self._stoppable:
+            self._context.stop[0] = 1
+
+    def _decode(self, parts: Sequence[Part]) -> bool:
+        """Decode `parts`; False when it was stopped. When it failed: without the youngest (pool full), or singly."""
+        rows = self._fill(parts)
+        self._context.stop[0] = 0  # before anybody may set it for this step
+        if self._can_stop:
+            self._stoppable = frozenset(request.number for request, _ in parts if not request.is_writing)
+        code = self._context.decode(rows)
+        self._stoppable = frozenset()
         if code == 0:
             self._advance(parts)
-            return
+            return True
         message = last_errors()
         for request, _ in parts:
             self._slots.repair(request.slot)
+        if code == _STOPPED:  # the next step does again what the others lost
+            return False
         if code == _NO_FREE_CELLS:
             youngest = max((request for request, _ in parts), key=self._active.index)
             self._fail(youngest, "the K/V pool has no free cells left")
             rest = [part for part in parts if part[0] is not youngest]
-            if rest:
-                self._decode(rest)
-        elif len(parts) == 1:
+            return not rest or self._decode(rest)
+        if len(parts) == 1:
             self._fail(parts[0][0], f"llama.cpp could not decode (code {code}) {message}".rstrip())
-        else:
-            for part in parts:
-                self._decode([part])
+            return True
+        for part in parts:
+            self._decode([part])
+        return True
 
-    def _fill(self, parts: Sequence[tuple[Request, int]]) -> int:
+    def _fill(self, parts: Sequence[Part]) -> int:
         """Write the batch; returns its rows."""
         batch, row = self._context, 0
         for request, n in parts:
@@ -242,7 +263,7 @@ class Loop:
             row = end
         return row
 
-    def _advance(self, parts: Sequence[tuple[Request, int]]) -> None:
+    def _advance(self, parts: Sequence[Part]) -> None:
         """After a successful decode: count what is held now, sample where a row ended a prompt or wrote."""
         row = 0
         for request, n in parts:

@@ -78,7 +78,7 @@ class Slots:
 
     def _covers(self, slot: int, n: int) -> bool:
         """Whether the window behind position `n` is there."""
-        if not self._window:
+        if not self._window or not n:
             return True
         return 0 <= self._context.first_position(slot) <= max(0, n - self._window + 1)
 
@@ -132,9 +132,11 @@ class Slots:
     def repair(self, slot: int) -> None:
         """Bring a slot back to `held` after a failed decode; one whose memory cannot be cut loses everything."""
         held = self.held[slot]
-        if slot in self.bare or self._context.last_position(slot) == held - 1:
+        if slot in self.bare:
             return
-        if not (self._context.remove(slot, held) and self._context.last_position(slot) == held - 1):
+        if self._context.last_position(slot) != held - 1:
+            self._context.remove(slot, held)
+        if self._context.last_position(slot) != held - 1 or not self._covers(slot, held):
             self.clear(slot)
 
     # ----------------------------------------------------------------------------------------------------------- blocks

@@ -286,7 +286,8 @@ def test_a_checkpoint_of_many_blocks(bench: MakeBench, monkeypatch: pytest.Monke
     for _ in range(2):
         for offset, span in zip(offsets, spans, strict=True):
             assert one.checkpoints.capture(held, offset, span) is None
-    assert len(spans) > 5 and not spans[-1][one.room + total - offsets[-1] : one.room + 2 * PAGE].any()
+    last = total - offsets[-1]
+    assert len(spans) > 5 and not spans[-1][one.room + last : one.room + pad_to_page(last)].any()
     rows = one.rows(0, 100)
     one.put_rows(1, Parked(100, rows, [], total))
     for order in ([1], [0, 2], [0, 1, 1]):

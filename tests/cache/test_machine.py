@@ -445,6 +445,8 @@ class Machine(RuleBasedStateMachine):
         for _ in range(1000):
             under_way = self.cache.under_way or self.bench._passing_bytes()
             if not under_way and all(disk._dropping_bytes == 0 for disk in self.cache._all_disks()):
+                if all(disk.writer.flush(LIMIT_S) for disk in self.cache._all_disks()):
+                    await asyncio.sleep(0)
                 break
             await asyncio.sleep(0.001)
         else:

@@ -111,14 +111,6 @@ class Oracle:
         return any(other.makes_superfluous(state) for other in later)
 
 
-class StillBench(Workbench):
-    """Its clock goes on when the machine says so, and hardly by itself."""
-
-    def _clock(self) -> float:
-        self._now += 1e-6
-        return self._now
-
-
 class Machine(RuleBasedStateMachine):
     """See the module."""
 
@@ -175,6 +167,7 @@ class Machine(RuleBasedStateMachine):
         self.archive, self.has_ram = archive, ram is not None
         self.options: dict[str, Any] = {
             "slots": SLOTS,
+            "clock_step_s": 1e-6,
             "fs": self.disk,
             "arena_bytes": arena_blocks * BLOCK,
             "warm_bytes": None if warm_blocks is None else warm_blocks * BLOCK,
@@ -198,7 +191,7 @@ class Machine(RuleBasedStateMachine):
     async def _open(self, now: float) -> None:
         self.just_opened = True
         self.loop.set_exception_handler(lambda _, context: self.errors.append(str(context)))
-        self.bench = StillBench(self.root, **self.options)
+        self.bench = Workbench(self.root, **self.options)
         self.bench._now = now
         self.cache = self.bench.cache
         self.slots = [None] * SLOTS

@@ -155,7 +155,8 @@ class Cascade:
             return
         giver.counters.archived += moved.arrived
         giver.count_leaving(1, why)
-        self._tell(giver, serial, "delete", f"from {giver.name}: {_WHY[why]}; it is in the archive")
+        where = "it is in the archive" if moved.arrived else f"nothing of it can be read: {moved.reason}"
+        self._tell(giver, serial, "delete", f"from {giver.name}: {_WHY[why]}; {where}")
         giver.drop([serial])
 
     async def _move_ids(self, giver: DiskLevel, receiver: DiskLevel, serial: int) -> _Moved:
@@ -179,20 +180,20 @@ class Cascade:
                 return manifest
             if refusal := _refusal(receiver, manifest):
                 return _Moved(arrived=False, reason=refusal)
-            put = receiver.begin_put(manifest, whole=False, born=entry.born)
-            reached, reason, unreadable = 0, "", False
-            try:
-                if receiver.is_over_budget:
-                    reason = f"{receiver.name} cannot make room: what it holds is in use"
-                else:
-                    reached, reason, unreadable = await self._adopt(giver, receiver, put, may_link_shared)
-            finally:
-                outcome = await receiver.finish_put(put, reached, reason)
+            wanted, damage = len(manifest.keys), ""
+            while True:
+                put = receiver.begin_put(manifest, whole=False, born=entry.born)
+                reached, reason, unreadable = 0, "it was interrupted", False
+                try:
+                    reached, reason, unreadable = await self._adopt(giver, receiver, put, wanted, may_link_shared)
+                finally:
+                    # A put of which a segment failed cannot be made durable: what precedes it gets another one.
+                    outcome = await receiver.finish_put(put, 0 if unreadable else reached, reason or damage)
+                if not unreadable or not reached:
+                    break
+                wanted, damage = reached, reason
             return _Moved(
-                arrived=bool(outcome.durable),
-                reason=outcome.reason,
-                unreadable=unreadable and not reached,
-                serial=outcome.serial,
+                arrived=bool(outcome.durable), reason=outcome.reason, unreadable=unreadable, serial=outcome.serial
             )
         finally:
             giver.index.release(entry.keys)
@@ -207,13 +208,15 @@ class Cascade:
         return _Moved(arrived=False, reason=found.reason, unreadable=gone)
 
     async def _adopt(
-        self, giver: DiskLevel, receiver: DiskLevel, put: Put, may_link_shared: bool
+        self, giver: DiskLevel, receiver: DiskLevel, put: Put, wanted: int, may_link_shared: bool
     ) -> tuple[int, str, bool]:
-        """Segments that arrived, why not all, and whether that is the giver's fault.
+        """How many of the first `wanted` segments arrived, why not all, and whether that is the giver's fault.
 
         When the receiver is at fault, none count: all or nothing. What the giver cannot read ends the entry there.
         """
-        for i, key in enumerate(put.manifest.keys):
+        if receiver.is_over_budget:
+            return 0, f"{receiver.name} cannot make room: what it holds is in use", False
+        for i, key in enumerate(put.manifest.keys[:wanted]):
             if key not in put.missing:
                 continue
             may_link = may_link_shared or giver.index.names_alone(key)
@@ -227,7 +230,7 @@ class Cascade:
                 giver.set_aside(key, stage, damaged=isinstance(failed.giver, Damaged))
                 return i, failed.reason, True
             put.unwritten.pop(key, None)
-        return len(put.manifest.keys), "", False
+        return wanted, "", False
 
     def _tell(self, level: DiskLevel, serial: int, verb: str, detail: str) -> None:
         if level.index.has_conversation(serial):

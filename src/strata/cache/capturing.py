@@ -105,7 +105,8 @@ class Capturing:
         for left in going:
             left.task.add_done_callback(partial(self._give_back_later, left.blocks))
         if going:
-            await asyncio.wait([left.task for left in going])
+            # What breaks them is what broke the first one, which the caller hears of.
+            await asyncio.gather(*(left.task for left in going), return_exceptions=True)
 
     def _give_back(self, blocks: Blocks) -> None:
         for spans in blocks:

@@ -66,6 +66,9 @@ class Config:
     )
     threads: int | None = field(default=None, metadata=_is(whole(1, 1024, auto=True), "CPU threads of llama.cpp"))
     gpu_layers: int | None = field(default=None, metadata=_is(whole(0, 9999, auto=True), "layers kept on the GPU"))
+    batch_size: int = field(
+        default=512, metadata=_is(whole(32, 512), "most prompt tokens read in one step; slow machines read fewer")
+    )
     turn_token: str = field(
         default="auto", metadata=_is(TURN_TOKEN, "token that opens a turn; auto = found from the chat template")
     )

@@ -155,6 +155,7 @@ class Server:
             kv_v=config.kv[1],
             threads=config.threads,
             gpu_layers=config.gpu_layers,
+            read_chunk=config.batch_size,
             turn_token=config.turn_token,
         )
 

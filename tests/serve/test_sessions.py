@@ -181,6 +181,8 @@ def test_an_action_waits_for_a_busy_slot_and_harms_no_reply(tmp_path: Path) -> N
     async def scenario(bench: Workbench, sessions: Sessions) -> None:
         await bench.whole(TALK)
         await sessions.save(0, NAME, "")
+        # The reply takes its time until both wait for it.
+        bench.engine.delay = lambda name: 5000 if name == "event" and bench.slots.waiting < 2 else 1
         running = asyncio.create_task(bench.turn(long))
         await until(lambda: bench.slots.all[0].doing == "writing")
         save = asyncio.create_task(sessions.save(0, "long.bin", ""))

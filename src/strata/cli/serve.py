@@ -154,8 +154,9 @@ def _announce(config: Config, server: Server, url: str) -> None:
 
 def _names(host: str) -> set[str]:
     """What this server is called: as it was told to listen, and this machine's own name where others can connect."""
-    everywhere = host in ("0.0.0.0", "::", "")
-    return {host, socket.gethostname(), f"{socket.gethostname()}.local"} if everywhere else {host}
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        return {host}
+    return {host, socket.gethostname(), f"{socket.gethostname()}.local"}
 
 
 def _url(host: str, port: int) -> str:

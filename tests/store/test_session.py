@@ -10,11 +10,13 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from tests.store.crashfs import CrashFS, PowerCut
 from tests.store.samples import BLOCK_TOKENS, STAGES, conversation, files_below
 
 from strata.errors import DamagedFile, DiskRefused, LevelError
@@ -401,6 +403,46 @@ def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(LevelError, match="not a directory"):
         SessionFolder.open(tmp_path / "file")
+
+
+class NoFsync(CrashFS):
+    def fsync(self, path: Path) -> None:
+        self._step()
+
+
+def states_after(disk: type[CrashFS], crash: str) -> Iterator[tuple[int, int | None]]:
+    """Save two sessions under one name and stop at every step: tokens acknowledged, and tokens a new process finds.
+
+    None: what is found there is damaged.
+    """
+    root = Path("/data/sessions")
+    for cut_at in range(60):
+        fs, acknowledged = disk(cut_at), 0
+        with suppress(PowerCut):
+            folder = SessionFolder.open(root, fs=fs)
+            for n_tokens in (300, 500):
+                save(folder, conversation(1, n_tokens))
+                acknowledged = n_tokens
+        for after in getattr(fs, crash)():
+            folder = SessionFolder.open(root, fs=after)
+            assert {entry.name for entry in after.entries(root)} <= {NAME}
+            try:
+                yield acknowledged, load(folder)[0].plan.manifest.n_tokens
+            except FileNotFoundError:
+                yield acknowledged, 0
+            except DamagedFile:
+                yield acknowledged, None
+
+
+@pytest.mark.parametrize("crash", ["after_kill", "after_power_cut"])
+def test_what_was_acknowledged_survives_every_crash(crash: str) -> None:
+    states = set(states_after(CrashFS, crash))
+    assert all(found is not None and found >= acknowledged for acknowledged, found in states)
+    assert {acknowledged for acknowledged, _ in states} == {0, 300, 500}
+
+
+def test_the_same_check_catches_a_disk_that_loses_data() -> None:
+    assert any(found is None for _, found in states_after(NoFsync, "after_power_cut"))
 
 
 # --------------------------------------------------------------------------------------------------------------- names

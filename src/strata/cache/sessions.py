@@ -205,6 +205,8 @@ class SessionMover:
         try:
             async with self._turn("streamed session restore"):
                 with _refusals(name):
+                    if plan.manifest.identity != self._engine.info.fingerprint:
+                        _refuse("identity", "the engine was replaced by another one meanwhile")
                     await asyncio.to_thread(self.folder.check_unchanged, file)
                     held = await self._apply_all(file, slot, born)
             self._check_engine(born)

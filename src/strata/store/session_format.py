@@ -3,7 +3,7 @@
     page 0    head: version, sizes and counts, K/V types; its own digest
     then      the manifest, as a level's (format.py)
     then      the blocks: range after range of tokens, of each range one block per stage
-    then      the blocks of a checkpoint, for memory that cannot be cut (none in this version)
+    then      the blocks of a checkpoint of the last position, for memory that cannot be cut (none in this version)
     then      the table: one xxh3-128 per block
     last page foot: the digests of head, manifest and table, the size of the file; its own digest
 

@@ -259,6 +259,12 @@ class Parking:
         where = f"slot {job.slot} -> {desk.disk.name}"
         desk.tell(job, "park", f"{outcome.tokens} of {len(job.tokens)} tokens, {where}{note}")
 
+    def make_room(self, n_bytes: int) -> None:
+        """Let RAM give memory back, as far as it may."""
+        ram = self._desk.ram
+        if ram is not None:
+            self._desk.kept.evict(ram.plan_to_free(n_bytes, self._keys))
+
     # --------------------------------------------------------------------------------------------------------- nowhere
 
     def give_up(self, reason: str = "") -> None:
@@ -318,6 +324,12 @@ class DiskSource:
         if not wanted and self._writing.queued_bytes > MOST_QUEUED_BYTES:
             return None
         spans = self._pool.try_take(flat, "park")
+        if spans is None and not self._pool.is_passing:
+            # Nothing will come back: RAM has all of the arena, and the system gives no more.
+            self._parking.make_room(sum(flat))
+            spans = self._pool.try_take(flat, "park")
+            if spans is None:
+                return "the arena could not grow"
         if spans is None:
             return "its slot was wanted while the writer was behind" if wanted else None
         return rows(spans, len(lengths[0]))

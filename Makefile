@@ -14,12 +14,13 @@ ifneq ($(filter x86_64 amd64,$(shell uname -m)),)
 export CMAKE_ARGS ?= -DGGML_NATIVE=OFF
 endif
 
-.PHONY: help serve test check docs bench-restart clean
+.PHONY: help serve test check crash docs bench-restart clean
 
 help:
 	@echo "make serve          install into $(VENV) and serve the bundled model with a durable cache (ARGS=... adds flags)"
 	@echo "make test           run the tests"
 	@echo "make check          formatting, lint, types, import rules, laws"
+	@echo "make crash          stop the store at every operation of the disk: nothing acknowledged is lost, nothing torn served"
 	@echo "make bench-restart  measure what a restart costs with and without the cache"
 	@echo "make docs           write docs/flags.md and docs/errors.md anew"
 
@@ -36,6 +37,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/laws
+
+crash: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.crash
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m strata.cli.docs docs

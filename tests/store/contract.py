@@ -269,6 +269,16 @@ class LevelContract:
         level.drop([2], second.keys)
         assert level.scan(IDENTITY).segments == {}
 
+    def test_what_was_dropped_does_not_come_back(self, level, disk, root, monkeypatch) -> None:
+        synced: list[Path] = []
+        put(level, manifest := conversation(1, 300))
+        sync = disk.sync_dir
+        monkeypatch.setattr(disk, "sync_dir", lambda path: (synced.append(path), sync(path)))
+        level.drop([1], manifest.keys)
+        folders = {(root / segment_path(key, 0)).parent for key in manifest.keys}
+        assert synced[0] == root, "the manifest goes first"
+        assert set(synced[1:]) == folders
+
     def test_dropping_what_is_not_there_frees_nothing(self, level) -> None:
         manifest = conversation(1, 20)
         assert level.drop([1], manifest.keys) == 0

@@ -3,9 +3,9 @@
 The model is deliberately pessimistic (ext4, XFS and APFS are each kinder in some way):
 
 - kill: everything done stays; the write in progress may be torn.
-- power cut: a file that was not fsynced is empty, torn, all zeros, or whole; the changes to a directory's names since
-  its last `sync_dir` happened up to some point, independently for each directory; an fsync of a file says nothing
-  about its name.
+- power cut: a file that was not fsynced is empty, torn, all zeros, or whole, under each of its names alike; the changes
+  to a directory's names since its last `sync_dir` happened up to some point, independently for each directory; an fsync
+  of a file says nothing about its names.
 
 It does not model reordering within one directory, bit rot, or a device that ignores flushes.
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +51,8 @@ class _Change:
     gone: str | None = None
 
 
+State = Callable[[], "CrashFS"]
+"""Makes the disk in one of the states that it may be left in."""
 Names = dict[str, "_File | Literal['dir']"]
 
 
@@ -190,16 +193,17 @@ class CrashFS:
 
     # ------------------------------------------------------------------------------------------------------- the oracle
 
-    def after_kill(self) -> Iterator[CrashFS]:
+    def after_kill(self) -> Iterator[State]:
         """Every state that a new process may find after kill -9."""
         live = {path: directory.live for path, directory in self._directories.items()}
-        yield _rebuilt(live, {})
+        yield partial(self._rebuilt, live, {})
         if self._writing is not None:
             path, data = self._writing
             for torn in (b"", data[: len(data) // 2]):
-                yield _rebuilt({**live, path.parent: {**live[path.parent], path.name: _File(torn)}}, {})
+                names = {**live, path.parent: {**live[path.parent], path.name: _File(torn)}}
+                yield partial(self._rebuilt, names, {})
 
-    def after_power_cut(self) -> Iterator[CrashFS]:
+    def after_power_cut(self) -> Iterator[State]:
         """Every state that may be found after the power went."""
         paths = list(self._directories)
         depths = [range(len(self._directories[path].pending) + 1) for path in paths]
@@ -207,19 +211,21 @@ class CrashFS:
             names = {path: self._directories[path].after(n) for path, n in zip(paths, chosen, strict=True)}
             files = {id(f): f for below in names.values() for f in below.values() if isinstance(f, _File)}
             for contents in itertools.product(*(file.versions() for file in files.values())):
-                yield _rebuilt(names, dict(zip(files, contents, strict=True)))
+                yield partial(self._rebuilt, names, dict(zip(files, contents, strict=True)))
 
-
-def _rebuilt(names: dict[Path, Names], contents: dict[int, bytes]) -> CrashFS:
-    """A disk with these names, all durable, and the files' contents replaced where given."""
-    disk = CrashFS()
-    disk._directories = {path: _Directory() for path in names if _exists(path, names)}
-    for path, directory in disk._directories.items():
-        for name, file in names[path].items():
-            directory.durable[name] = (
-                _File(contents.get(id(file), file.data), synced=True) if isinstance(file, _File) else file
-            )
-    return disk
+    def _rebuilt(self, names: dict[Path, Names], contents: dict[int, bytes]) -> CrashFS:
+        """A disk with these names, all durable, and the files' contents replaced where given."""
+        disk = CrashFS(volumes=self._volumes)
+        disk._directories = {path: _Directory() for path in names if _exists(path, names)}
+        files: dict[int, _File] = {}  # a file with two names stays one file
+        for path, directory in disk._directories.items():
+            for name, file in names[path].items():
+                if isinstance(file, _File):
+                    data = contents.get(id(file), file.data)
+                    directory.durable[name] = files.setdefault(id(file), _File(data, synced=True))
+                else:
+                    directory.durable[name] = file
+        return disk
 
 
 def _exists(path: Path, names: dict[Path, Names]) -> bool:

@@ -33,7 +33,7 @@ class Hasher:
             closed.set_exception(error)
             return closed
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Finish the jobs that wait and end the threads."""
         self._pool.shutdown()
 

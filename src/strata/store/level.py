@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from strata.errors import DamagedFile
@@ -62,7 +63,6 @@ class Level:
         self._account = Account({})
         self._serial = 0
         self._temporaries = itertools.count()
-        self._header_page = aligned_buffer(PAGE)
         self._folders_unsynced = True  # a process killed before may have left new ones without a sync
 
     @classmethod
@@ -122,20 +122,28 @@ class Level:
         payload per block, at least as long as its entry says. A writable payload of whole pages that starts at a page
         goes to disk as it is (O_DIRECT); the bytes behind its length are set to zero.
         """
+        return self.begin_segment(header, payloads)()
+
+    def begin_segment(
+        self, header: SegmentHeader, payloads: Sequence[memoryview], threads: Executor | None = None
+    ) -> Callable[[], PendingFile]:
+        """`write_segment` in two parts: the bytes are written on `threads`, and what this returns waits for that.
+
+        It must be called, once, by the writing thread; the payloads are in use until it returns.
+        """
+        buffers = _file_content(header, payloads)
         final = segment_path(header.key, header.stage)
-        buffers = [self._header_page]
-        for block, payload in zip(header.blocks, payloads, strict=True):
-            if len(payload) < block.length:
-                raise ValueError(f"a payload of {len(payload)} bytes for a block of {block.length}")
-            buffers += _padded(payload, block.length)
-        if not header.has_digests:
-            blocks = zip(header.blocks, payloads, strict=True)
-            header = header.with_digests([digest(payload[: block.length]) for block, payload in blocks])
-        self._header_page[:] = encode_header(header)
         self._make_folder_of(final)
         temporary = self._temporary(final)
-        size = self._write(temporary, buffers)
-        return PendingFile(temporary=temporary, final=final, size=size)
+        write = partial(self._fs.write, self.root / temporary, buffers)
+        writing = threads.submit(write) if threads is not None else None
+
+        def finish() -> PendingFile:
+            size = write() if writing is None else writing.result()
+            self._written(temporary, size)
+            return PendingFile(temporary=temporary, final=final, size=size)
+
+        return finish
 
     def adopt_segment(self, giver: Level, key: Key, stage: int, *, may_link: bool) -> PendingFile:
         """Bring one stage's file of a segment from another level, under a temporary name like `write_segment`.
@@ -196,19 +204,18 @@ class Level:
             raise
         return self._account.of(name)
 
-    def drop(self, serials: Iterable[int], keys: Iterable[Key]) -> int:
-        """Remove manifests, durably, and then segments that nothing else names; returns the bytes freed.
+    def drop(self, serials: Iterable[int], keys: Iterable[Key], threads: Executor | None = None) -> int:
+        """Remove manifests, durably, and then segments that nothing else names, durably; returns the bytes freed.
 
-        A power cut may bring back a segment (as an orphan), never a manifest without its segments.
+        A power cut meanwhile may bring back a segment (as an orphan), never a manifest without its segments.
         """
-        freed = 0
         names = [manifest_name(serial) for serial in serials]
-        for name in names:
-            freed += self._unlink(name)
+        paths = [path for key in keys for path in self._paths_of(key)]
+        freed = sum(self._unlink(name) for name in names)
         if names:
             self._sync_dir("")
-        for key in keys:
-            freed += sum(self._unlink(path) for path in self._paths_of(key))
+        freed += sum(self._unlink(path) for path in paths)
+        self._sync_all(self._sync_if_there, sorted({path.rpartition("/")[0] for path in paths}), threads)
         return freed
 
     def remove_temporaries(self, scan: Scan) -> int:
@@ -265,9 +272,7 @@ class Level:
 
     def _verified(self, header: SegmentHeader) -> Iterator[memoryview]:
         """The content of a segment file, page by page and block by block: each is overwritten by the next."""
-        page = aligned_buffer(PAGE)
-        page[:] = encode_header(header)
-        yield page
+        yield _header_page(header)
         view = aligned_buffer(max(pad_to_page(block.length) for block in header.blocks))
         for i, block in enumerate(header.blocks):
             self.read_block(header, i, view)
@@ -301,10 +306,13 @@ class Level:
 
     def _write(self, path: str, buffers: Iterable[Buffer]) -> int:
         size = self._fs.write(self.root / path, buffers)
+        self._written(path, size)
+        return size
+
+    def _written(self, path: str, size: int) -> None:
         self._account.set(path, self._fs.stat(self.root / path).allocated_bytes)
         self.counts.bytes_written += size
         self.counts.files_written += 1
-        return size
 
     def _make_folder_of(self, path: str) -> None:
         """Make a segment file's folder; `publish` syncs the new ones all at once."""
@@ -321,6 +329,10 @@ class Level:
             for future in futures:
                 future.result()
         self.counts.fsyncs += len(paths)
+
+    def _sync_if_there(self, folder: Path) -> None:
+        with suppress(FileNotFoundError):  # someone cleared it away, with what was to be dropped
+            self._fs.sync_dir(folder)
 
     def _fsync(self, path: str) -> None:
         self._fs.fsync(self.root / path)
@@ -355,6 +367,25 @@ class Level:
         self._account.set(target, self._account.drop(path))
         self._sync_dir(path.rpartition("/")[0])
         return True
+
+
+def _header_page(header: SegmentHeader) -> memoryview:
+    page = aligned_buffer(PAGE)
+    page[:] = encode_header(header)
+    return page
+
+
+def _file_content(header: SegmentHeader, payloads: Sequence[memoryview]) -> list[memoryview]:
+    """The header's page, with its digests, and the padded payloads. ValueError for payloads that are too short."""
+    buffers: list[memoryview] = []
+    for block, payload in zip(header.blocks, payloads, strict=True):
+        if len(payload) < block.length:
+            raise ValueError(f"a payload of {len(payload)} bytes for a block of {block.length}")
+        buffers += _padded(payload, block.length)
+    if not header.has_digests:
+        blocks = zip(header.blocks, payloads, strict=True)
+        header = header.with_digests([digest(payload[: block.length]) for block, payload in blocks])
+    return [_header_page(header), *buffers]
 
 
 def _padded(payload: memoryview, length: int) -> list[memoryview]:

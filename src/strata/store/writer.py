@@ -2,7 +2,8 @@
 
 Covers the order of jobs, the files that belong to one ticket (one park, or one entry taken from another level), and
 outcomes: every job answers with a value, never with an exception. A failure (a full disk, an I/O error) is counted and
-shown in `state`; the next job tries again. Hashing ahead and waiting for the device happen on small pools beside it.
+shown in `state`; the next job tries again. Hashing ahead, filling the device and waiting for it happen on small pools
+beside the thread.
 
 It does not bound how much waits (the payloads lie in the arena, which is bounded), and decides nothing: what to write
 and what to drop is the caller's.
@@ -11,18 +12,18 @@ and what to drop is the caller's.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from strata.errors import DamagedFile, StrataError
 from strata.store.format import Manifest, SegmentHeader
 from strata.store.hashing import Hasher
+from strata.store.jobs import Begin, Job, JobThread
 from strata.store.level import Level, PendingFile
 from strata.store.names import segment_path
 from strata.store.reader import NotRead, not_read
@@ -32,6 +33,7 @@ from strata.types import Key
 log = logging.getLogger(__name__)
 
 OK = "ok"
+WRITES_AT_ONCE = 3  # while one is set up or torn down, the device has others
 SYNC_THREADS = 8  # they only wait for the device, which joins what waits at the same time
 
 
@@ -127,18 +129,16 @@ class Writer:
         self._level = level
         self._hasher = Hasher(level.name)
         self._syncers = ThreadPoolExecutor(SYNC_THREADS, f"syncer-{level.name}")
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, _Ticket] = {}  # touched by the thread alone
-        self._lock = threading.Lock()  # guards the rest, and the order of the queue's end
-        self._closed = False
+        self._fillers = ThreadPoolExecutor(WRITES_AT_ONCE, f"filler-{level.name}")
+        self._tickets: dict[int, _Ticket] = {}  # changed by the thread alone, like the next four
         self._state = OK
         self._failures = 0
         self._seconds = 0.0
         self._hash_wait_s = 0.0
+        self._lock = threading.Lock()  # guards the next two
         self._waiting_jobs = 0
         self._waiting_bytes = 0
-        self._thread = threading.Thread(target=self._run, name=f"writer-{level.name}", daemon=True)
-        self._thread.start()
+        self._thread = JobThread(f"writer-{level.name}", at_once=2 * WRITES_AT_ONCE, at_end=self._end)
 
     def __repr__(self) -> str:
         return f"Writer({self._level.name!r}, {self._state!r}, {self.statistics()})"
@@ -178,17 +178,28 @@ class Writer:
         views = [payload[: block.length] for block, payload in blocks]
         digests = None if header.has_digests else self._hasher.digests(views)
 
-        def work() -> Written | Failed:
+        def begin() -> Callable[[], Written | Failed]:
             entry = self._tickets.setdefault(ticket, _Ticket())
             ready = header if digests is None else header.with_digests(self._await(digests))
             if entry.failed is not None:
-                return entry.failed
+                return partial(self._fail, ticket, entry.failed)
             entry.keys.append(header.key)
-            entry.files.append(self._level.write_segment(ready, payloads))
-            return Written(bytes=entry.files[-1].size)
+            written = self._level.begin_segment(ready, payloads, self._fillers)
+
+            def finish() -> Written | Failed:
+                try:
+                    entry.files.append(written())
+                except OSError:
+                    if entry.failed is None:
+                        raise
+                if entry.failed is not None:  # by one before this one, while this one was on its way
+                    return self._fail(ticket, entry.failed)
+                return Written(bytes=entry.files[-1].size)
+
+            return finish
 
         n_bytes = sum(block.length for block in header.blocks)
-        return self._submit(work, partial(self._fail, ticket), n_bytes=n_bytes, proves_disk=True)
+        return self._submit_write(begin, partial(self._fail, ticket), n_bytes)
 
     def adopt_segment(
         self, ticket: int, giver: Level, key: Key, stage: int, *, may_link: bool
@@ -244,8 +255,8 @@ class Writer:
         return self._submit(work)
 
     def drop(self, serials: Sequence[int], keys: Sequence[Key]) -> Future[Dropped | Failed]:
-        """Remove manifests, then segments (see `Level.drop`)."""
-        return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys)))
+        """Remove manifests, then segments, durably (see `Level.drop`)."""
+        return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys, self._syncers)))
 
     def remove_temporaries(self, scan: Scan) -> Future[Dropped | Failed]:
         """Remove what dead writers left behind; give it before the first write."""
@@ -269,12 +280,7 @@ class Writer:
 
     def close(self, timeout: float | None = None) -> bool:
         """Take no more jobs, finish those that wait, end the thread; False if it still runs after `timeout` seconds."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._thread.close(timeout)
 
     def _fail(self, ticket: int, failed: Failed) -> Failed:
         """Nothing of this ticket can be committed any more."""
@@ -296,55 +302,81 @@ class Writer:
         work: Callable[[], T | Failed],
         undo: Callable[[Failed], Failed] | None = None,
         *,
-        n_bytes: int = 0,
         proves_disk: bool = False,
     ) -> Future[T | Failed]:
         """Queue `work`. When it raises, `undo` cleans up and completes the outcome."""
         future: Future[T | Failed] = Future()
-        future.set_running_or_notify_cancel()  # from here on nobody can cancel it: files are at stake
+        return self._queue(future, 0, job=partial(self._conclude, future, 0, work, undo, proves_disk=proves_disk))
 
-        def job() -> None:
+    def _submit_write(
+        self, begin: Callable[[], Callable[[], T | Failed]], undo: Callable[[Failed], Failed], n_bytes: int
+    ) -> Future[T | Failed]:
+        """Queue a job in two parts (see `JobThread`): what `begin` returns gives the outcome."""
+        future: Future[T | Failed] = Future()
+
+        def first() -> Job:
             started = time.monotonic()
+            work: Callable[[], T | Failed]
             try:
-                outcome, failed = work(), None
-            except Exception as error:  # the seam of this thread: whatever happens is an outcome
-                failed = _failed(error)
-                outcome = undo(failed) if undo else failed
-            healthy = proves_disk and not isinstance(outcome, Failed)
-            self._finish(failed, time.monotonic() - started, n_bytes, healthy=healthy)
-            future.set_result(outcome)
+                work = begin()
+            except Exception as error:  # told in `_conclude`, when the writes before this one are done
+                work = partial(_raise, error)
+            self._seconds += time.monotonic() - started
+            return partial(self._conclude, future, n_bytes, work, undo, proves_disk=True)
 
-        with self._lock:
-            if self._closed:
-                future.set_result(Failed(reason="the writer is closed"))
-                return future
-            self._waiting_jobs += 1
-            self._waiting_bytes += n_bytes
-            self._jobs.put(job)
+        return self._queue(future, n_bytes, begin=first)
+
+    def _queue(
+        self, future: Future[T | Failed], n_bytes: int, *, job: Job | None = None, begin: Begin | None = None
+    ) -> Future[T | Failed]:
+        future.set_running_or_notify_cancel()  # from here on nobody can cancel it: files are at stake
+        self._wait_more(1, n_bytes)
+        if not self._thread.put(job=job, begin=begin):
+            self._wait_more(-1, -n_bytes)
+            future.set_result(Failed(reason="the writer is closed"))
         return future
 
-    def _finish(self, failed: Failed | None, seconds: float, n_bytes: int, *, healthy: bool) -> None:
+    def _wait_more(self, jobs: int, n_bytes: int) -> None:
         with self._lock:
-            self._waiting_jobs -= 1
-            self._waiting_bytes -= n_bytes
-            self._seconds += seconds
-            before = self._state
-            if failed is not None:
-                self._failures += 1
-                self._state = f"failing: {failed.reason}"
-            elif healthy:
-                self._state = OK
+            self._waiting_jobs += jobs
+            self._waiting_bytes += n_bytes
+
+    def _conclude(
+        self,
+        future: Future[T | Failed],
+        n_bytes: int,
+        work: Callable[[], T | Failed],
+        undo: Callable[[Failed], Failed] | None,
+        *,
+        proves_disk: bool,
+    ) -> None:
+        started, before, failed = time.monotonic(), self._state, None
+        outcome: T | Failed
+        try:
+            outcome = work()
+        except Exception as error:  # the seam of this thread: whatever happens is an outcome
+            failed = _failed(error)
+            outcome = undo(failed) if undo else failed
+        if failed is not None:
+            self._failures += 1
+            self._state = f"failing: {failed.reason}"
+        elif proves_disk and not isinstance(outcome, Failed):
+            self._state = OK
+        self._seconds += time.monotonic() - started
+        self._wait_more(-1, -n_bytes)
         if self._state != before:
             log.warning("writer of the %s level: %s", self._level.name, self._state)
+        future.set_result(outcome)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # or its payloads would stay in use until the next job comes
+    def _end(self) -> None:
         for ticket in self._tickets.values():
             self._level.discard(ticket.files)
-        self._hasher.close()
-        self._syncers.shutdown()
+        for pool in (self._hasher, self._fillers, self._syncers):
+            pool.shutdown()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _failed(error: Exception) -> Failed:

@@ -240,4 +240,4 @@ class RamLevel:
 
     def close(self) -> None:
         """End the threads. The arena takes the memory back."""
-        self._hasher.close()
+        self._hasher.shutdown()

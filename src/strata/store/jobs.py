@@ -32,6 +32,11 @@ class JobThread:
     def __repr__(self) -> str:
         return f"JobThread({self._thread.name!r}, {self._jobs.qsize()} waiting, closed={self._closed})"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether jobs are taken and carried out."""
+        return self._thread.is_alive() and not self._closed
+
     def put(self, *, job: Job | None = None, begin: Begin | None = None) -> bool:
         """Queue a job in one part or in two; False when it comes too late."""
         with self._lock:

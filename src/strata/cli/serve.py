@@ -144,9 +144,9 @@ def _announce(config: Config, server: Server, url: str) -> None:
         """    -d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'\n""",
         flush=True,
     )
-    if config.cold_dir_in_use is not None:
+    if config.last_dir_in_use is not None:
         print(
-            f"Conversations are kept in {config.cold_dir_in_use}. Stop the server (Ctrl-C), start it again and send a\n"
+            f"Conversations are kept in {config.last_dir_in_use}. Stop the server (Ctrl-C), start it again and send a\n"
             "conversation's next turn: `cached_tokens` in the answer says how much of it was not read again.\n",
             flush=True,
         )

@@ -33,8 +33,8 @@ class JobThread:
         return f"JobThread({self._thread.name!r}, {self._jobs.qsize()} waiting, closed={self._closed})"
 
     @property
-    def is_open(self) -> bool:
-        """Whether jobs are taken and carried out."""
+    def is_alive(self) -> bool:
+        """Whether jobs are still taken and carried out."""
         return self._thread.is_alive() and not self._closed
 
     def put(self, *, job: Job | None = None, begin: Begin | None = None) -> bool:

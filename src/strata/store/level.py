@@ -22,6 +22,7 @@ from pathlib import Path
 
 from strata.errors import DamagedFile
 from strata.store.account import Account, WriteCounts
+from strata.store.content import file_content, header_page, padded_payload
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import (
     MAX_MANIFEST_BYTES,
@@ -30,15 +31,12 @@ from strata.store.format import (
     decode_header,
     decode_manifest,
     digest,
-    encode_header,
     encode_manifest,
 )
 from strata.store.fs import Disk, aligned_buffer
 from strata.store.names import MAX_STAGES, QUARANTINED, SEGMENT_DIR, TEMPORARY, manifest_name, segment_path, serial_in
 from strata.store.scan import Scan, Walk, read_scan, walk
 from strata.types import PAGE, Key, pad_to_page
-
-_ZEROS = bytes(PAGE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,7 @@ class Level:
 
         It must be called, once, by the writing thread; the payloads are in use until it returns.
         """
-        buffers = _file_content(header, payloads)
+        buffers = file_content(header, payloads)
         final = segment_path(header.key, header.stage)
         self._make_folder_of(final)
         temporary = self._temporary(final)
@@ -272,11 +270,11 @@ class Level:
 
     def _verified(self, header: SegmentHeader) -> Iterator[memoryview]:
         """The content of a segment file, page by page and block by block: each is overwritten by the next."""
-        yield _header_page(header)
+        yield header_page(header)
         view = aligned_buffer(max(pad_to_page(block.length) for block in header.blocks))
         for i, block in enumerate(header.blocks):
             self.read_block(header, i, view)
-            (padded,) = _padded(view, block.length)
+            (padded,) = padded_payload(view, block.length)
             yield padded
 
     # ----------------------------------------------------------------------------- one file, on disk and in the account
@@ -367,35 +365,6 @@ class Level:
         self._account.set(target, self._account.drop(path))
         self._sync_dir(path.rpartition("/")[0])
         return True
-
-
-def _header_page(header: SegmentHeader) -> memoryview:
-    page = aligned_buffer(PAGE)
-    page[:] = encode_header(header)
-    return page
-
-
-def _file_content(header: SegmentHeader, payloads: Sequence[memoryview]) -> list[memoryview]:
-    """The header's page, with its digests, and the padded payloads. ValueError for payloads that are too short."""
-    buffers: list[memoryview] = []
-    for block, payload in zip(header.blocks, payloads, strict=True):
-        if len(payload) < block.length:
-            raise ValueError(f"a payload of {len(payload)} bytes for a block of {block.length}")
-        buffers += _padded(payload, block.length)
-    if not header.has_digests:
-        blocks = zip(header.blocks, payloads, strict=True)
-        header = header.with_digests([digest(payload[: block.length]) for block, payload in blocks])
-    return [_header_page(header), *buffers]
-
-
-def _padded(payload: memoryview, length: int) -> list[memoryview]:
-    """The payload as whole pages whose rest is zero: another conversation's bytes may lie in the padding."""
-    padded = pad_to_page(length)
-    rest = memoryview(_ZEROS)[: padded - length]
-    if len(payload) < padded or payload.readonly:
-        return [payload[:length], rest]
-    payload[length:padded] = rest
-    return [payload[:padded]]
 
 
 @contextmanager

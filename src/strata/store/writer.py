@@ -151,7 +151,7 @@ class Writer:
     @property
     def is_alive(self) -> bool:
         """Whether jobs are still carried out."""
-        return self._thread.is_open
+        return self._thread.is_alive
 
     def statistics(self) -> WriterStatistics:
         counts = self._level.counts

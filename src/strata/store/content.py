@@ -1,0 +1,41 @@
+"""What is in a segment file, as buffers that O_DIRECT takes: the header's page, and payloads padded to whole pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strata.store.format import SegmentHeader, digest, encode_header
+from strata.store.fs import aligned_buffer
+from strata.types import PAGE, pad_to_page
+
+_ZEROS = bytes(PAGE)
+
+
+def header_page(header: SegmentHeader) -> memoryview:
+    """The header as one page that O_DIRECT takes."""
+    page = aligned_buffer(PAGE)
+    page[:] = encode_header(header)
+    return page
+
+
+def file_content(header: SegmentHeader, payloads: Sequence[memoryview]) -> list[memoryview]:
+    """The header's page, with its digests, and the padded payloads. ValueError for payloads that are too short."""
+    buffers: list[memoryview] = []
+    for block, payload in zip(header.blocks, payloads, strict=True):
+        if len(payload) < block.length:
+            raise ValueError(f"a payload of {len(payload)} bytes for a block of {block.length}")
+        buffers += padded_payload(payload, block.length)
+    if not header.has_digests:
+        blocks = zip(header.blocks, payloads, strict=True)
+        header = header.with_digests([digest(payload[: block.length]) for block, payload in blocks])
+    return [header_page(header), *buffers]
+
+
+def padded_payload(payload: memoryview, length: int) -> list[memoryview]:
+    """The payload as whole pages whose rest is zero: another conversation's bytes may lie in the padding."""
+    padded = pad_to_page(length)
+    rest = memoryview(_ZEROS)[: padded - length]
+    if len(payload) < padded or payload.readonly:
+        return [payload[:length], rest]
+    payload[length:padded] = rest
+    return [payload[:padded]]

@@ -77,6 +77,7 @@ async def drop_all(bench: Bench) -> None:
 
 
 async def measure_stall(folder: Path, rounds: int) -> dict[str, float]:
+    """`capture_ms_per_token`: what of the stall the captures themselves are; the rest is contention for the cores."""
     async with Bench(folder / "level", slots=2, context=CONTEXT) as bench:
         per_token = sum(stage.token_bytes for stage in bench.engine.info.stages)
         text = await bench.tokens_of(prose(60, seed=11))
@@ -87,11 +88,13 @@ async def measure_stall(folder: Path, rounds: int) -> dict[str, float]:
         other = asyncio.create_task(listen(bench, ticks, text[:64]))
         quiet: list[tuple[float, float]] = []
         parks: list[tuple[float, float]] = []
+        capture_s = 0.0
         for n in range(rounds + QUIET_ROUNDS):
             await asyncio.sleep(SETTLE_S)
-            began = time.perf_counter()
+            began, captured_s = time.perf_counter(), bench.cache.counters.capture_s
             await park(bench, held, prefix.root_key(bench.engine.info.fingerprint, f"round {n}"))
             parks.append((began, time.perf_counter()))
+            capture_s += (n >= QUIET_ROUNDS) * (bench.cache.counters.capture_s - captured_s)
             await drop_all(bench)
             await asyncio.sleep(SETTLE_S)
             began, lasts = time.perf_counter(), parks[-1][1] - parks[-1][0]
@@ -111,6 +114,7 @@ async def measure_stall(folder: Path, rounds: int) -> dict[str, float]:
     return {
         "stall_p99_ms": 1000 * (p99(beside) - p99(without)),
         "stall_median_ms": 1000 * (statistics.median(beside) - statistics.median(without)),
+        "capture_ms_per_token": 1000 * capture_s / len(beside),
         "token_p99_ms": 1000 * p99(without),
         "park_s": seconds,
         "park_alone_vs_raw": statistics.median(r / a for r, a in zip(raw, alone, strict=True)),

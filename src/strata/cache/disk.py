@@ -70,6 +70,11 @@ class DiskLevel:
     def puts_under_way(self) -> int:
         return len(self._puts)
 
+    @property
+    def jobs_waiting(self) -> int:
+        """Jobs of the writing thread that have not ended: deletions too, until which their files take space."""
+        return self.writer.statistics().waiting_jobs
+
     def _load(self, identity: bytes) -> None:
         """Fill the index from the scan. Stale manifests serve up to their gap; foreign ones only age and take space."""
         for key, files in self.scan.segments.items():

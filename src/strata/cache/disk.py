@@ -197,10 +197,22 @@ class DiskLevel:
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
+            if committed.vanished:
+                self._forget_vanished()
             self._drop_unnamed(committed.left)
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
         self._record(manifest, committed.manifest_bytes, cut_short=not whole)
         return PutOutcome(durable=frozenset(manifest.keys), tokens=manifest.n_tokens, reason="" if whole else reason)
+
+    def _forget_vanished(self) -> None:
+        """Someone removed files of this level: what they held is written again when it comes again."""
+        entries = [c.serial for c in self.index.conversations() if not self.level.has(c.serial)]
+        segments = [key for key in self.index.keys_on_disk() if not self.level.has(key)]
+        self.index.remove_conversations(entries)
+        self.index.remove_segments(segments)
+        self.counters.vanished += len(entries)
+        message = "%s: someone removed files while it was in use: %d conversations and %d segments are lost"
+        log.error(message, self.level.root, len(entries), len(segments))
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""
@@ -233,7 +245,7 @@ class DiskLevel:
         """Keep a manifest without its segments; why that failed, or an empty text."""
         self._tickets += 1
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
-        committed = await asyncio.wrap_future(self.writer.commit(self._tickets, manifest))
+        committed = await asyncio.wrap_future(self.writer.commit(self._tickets, manifest, ids_only=True))
         if not isinstance(committed, Committed):
             return committed.reason
         self.index.add_conversation(_conversation(manifest, committed.manifest_bytes))

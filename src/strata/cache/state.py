@@ -180,6 +180,9 @@ class LevelIndex:
         """Whether a stored conversation ends with this segment, and it can be used."""
         return self._last_keys[key] > 0 and key in self._segments
 
+    def keys_on_disk(self) -> tuple[Key, ...]:
+        return tuple(self._bytes)
+
     def segment_count(self) -> int:
         return len(self._segments)
 

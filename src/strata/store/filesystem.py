@@ -38,6 +38,9 @@ class Lock(Protocol):
 
     def release(self) -> None: ...
 
+    def is_in_place(self) -> bool:
+        """Whether the directory still is the one that was locked; False when it was removed or replaced."""
+
 
 class Filesystem(Protocol):
     """What a level asks of a disk. Everything raises OSError, with the path, when the disk refuses."""

@@ -197,13 +197,20 @@ PWriteV = Callable[[int, Sequence[memoryview], int], int]
 
 
 class _FileLock:
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, path: Path) -> None:
         self._fd: int | None = fd
+        self._path = path
 
     def release(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def is_in_place(self) -> bool:
+        try:
+            return self._fd is not None and os.path.samestat(os.fstat(self._fd), self._path.lstat())
+        except FileNotFoundError:
+            return False
 
 
 class Disk:
@@ -333,7 +340,7 @@ class Disk:
             except BaseException:
                 os.close(fd)
                 raise
-        return _FileLock(fd)
+        return _FileLock(fd, path)
 
     def _kind(self, path: Path) -> Kind | None:
         try:

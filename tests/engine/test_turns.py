@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.engine.rig import GREEDY
 from tests.engine.test_loop import Stage, run
 
-from strata.engine.protocol import Cancel, Delta, Finished, Progress, Run, pack_tokens
+from strata.engine.protocol import Cancel, Delta, Finished, Held, Progress, Run, pack_tokens
 from strata.engine.request import Request
 from strata.engine.turns import Plan, Turns
 from strata.rules.agenda import Knobs
@@ -190,3 +191,16 @@ def test_recurrent_memory_is_not_stopped(tiny_paths: dict[str, Path]) -> None:
         assert isinstance(ended, Finished) and ended.timing.write_tokens == 2
     finally:
         stage.served.context.close()
+
+
+def test_the_pace_counts_the_chunk_that_ends_a_prompt(stage: Stage) -> None:
+    stage.loop._turns.token_s = 1000.0
+    stage.play(run(1, 0, n=60, max_tokens=1), ends=1)
+    assert stage.loop._turns.token_s < 600
+
+
+def test_memory_that_can_be_cut_ignores_checkpoints(stage: Stage) -> None:
+    command = msgspec.structs.replace(run(1, 0, n=60, max_tokens=1), checkpoints=(20, 40), hold_end=True)
+    stage.play(command, ends=1)
+    assert [event.held for event in stage.events if isinstance(event, Progress)] == [60]
+    assert not any(isinstance(event, Held) for event in stage.events)

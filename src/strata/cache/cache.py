@@ -280,9 +280,9 @@ class ConversationCache:
 
     @property
     def under_way(self) -> int:
-        """Writes and moves between levels that have not ended."""
+        """Writes, moves between levels and deletions that have not ended."""
         spilling = self.spiller is not None and self.spiller.is_writing
-        return sum(disk.puts_under_way + len(disk.moving) for disk in self._all_disks()) + spilling
+        return sum(disk.puts_under_way + len(disk.moving) + disk.jobs_waiting for disk in self._all_disks()) + spilling
 
     async def flush(self, timeout_s: float) -> bool:
         """Write what only RAM has, and wait until nothing moves; False when the limit passed first."""

@@ -55,7 +55,10 @@ class CacheCounters:
 
 @dataclass(slots=True, kw_only=True)
 class LevelCounters:
-    """Counts of one disk level. What is handed down is no eviction: `degraded` here, `adopted` by the receiver."""
+    """Counts of one disk level. What is handed down is no eviction: `degraded` here, `adopted` by the receiver.
+
+    `vanished`: conversations whose files someone else removed.
+    """
 
     hits: int = 0
     superseded: int = 0
@@ -72,6 +75,7 @@ class LevelCounters:
     rejected: int = 0
     quarantined: int = 0
     unreadable: int = 0
+    vanished: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

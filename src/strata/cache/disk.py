@@ -74,6 +74,11 @@ class DiskLevel:
     def puts_under_way(self) -> int:
         return len(self._puts)
 
+    @property
+    def jobs_waiting(self) -> int:
+        """Jobs of the writing thread that have not ended: deletions too, until which their files take space."""
+        return self.writer.statistics().waiting_jobs
+
     # ---------------------------------------------------------------------------------------------------------- asking
 
     @property
@@ -183,6 +188,8 @@ class DiskLevel:
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
+            if committed.vanished:
+                self._forget_vanished()
             self._drop_unnamed(committed.left)
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
         entry = conversation_of(manifest, committed.manifest_bytes, born=put.born)
@@ -193,6 +200,16 @@ class DiskLevel:
             reason="" if whole else reason,
             serial=manifest.serial,
         )
+
+    def _forget_vanished(self) -> None:
+        """Someone removed files of this level: what they held is written again when it comes again."""
+        entries = [c.serial for c in self.index.conversations() if not self.level.has(c.serial)]
+        segments = [key for key in self.index.keys_on_disk() if not self.level.has(key)]
+        self.index.remove_conversations(entries)
+        self.index.remove_segments(segments)
+        self.counters.vanished += len(entries)
+        message = "%s: someone removed files while it was in use: %d conversations and %d segments are lost"
+        log.error(message, self.level.root, len(entries), len(segments))
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""
@@ -225,7 +242,7 @@ class DiskLevel:
     async def put_ids(self, manifest: Manifest) -> str:
         """Keep a manifest without its segments; why that failed, or an empty text."""
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
-        committed = await asyncio.wrap_future(self.writer.commit(self._next_ticket(), manifest))
+        committed = await asyncio.wrap_future(self.writer.commit(self._next_ticket(), manifest, ids_only=True))
         self.note_disk()
         if not isinstance(committed, Committed):
             return committed.reason

@@ -146,6 +146,8 @@ class Loop:
             self._events.append(RunFailed(request=command.request, kind=kind, message=problem, held=held))
             return
         request = Request(command, self._slots.limit)
+        if not self._takes_checkpoints:
+            request.checkpoints = frozenset()  # they would only cut the chunks
         request.sampler = Sampler(self._vocabulary, command.sampling, request.tokens)
         self._active.append(request)
         self._hold_if_asked(request)

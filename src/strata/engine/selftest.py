@@ -37,7 +37,7 @@ class Proof:
     mode: str
     reason: str
     transposed_v: bool
-    window: int = 0
+    cut_window: int = 0  # how much must be left behind a cut of a sliding window; 0: any cut is fine, or none is
     format: RangeFormat | None = None
     stages: tuple[StageShape, ...] = ()
     checkpoint: CheckpointFormat | None = None
@@ -74,10 +74,11 @@ def _test(model: Model, context: Context, stages: Sequence[LayerRange]) -> Proof
     if not np.array_equal(build(join(split(state, thirds))), blob):
         return _image(context, tokens, "its state cannot be split by layers", transposed=transposed)
     window = model.sliding_window if _slides(context.layout) else 0
+    cut_window = 0 if model.is_hybrid else window  # hybrid memory is never cut, window or not
     try:
         rows = _rows(state, context.layout, cells)
         checkpoint = _checkpoint(context, cells, window)
-        reason = _Trip(context, rows, checkpoint, thirds, 0 if model.is_hybrid else window).go(tokens)
+        reason = _Trip(context, rows, checkpoint, thirds, cut_window).go(tokens)
     except BadState as error:
         reason = str(error)
     if reason is not None:
@@ -87,7 +88,7 @@ def _test(model: Model, context: Context, stages: Sequence[LayerRange]) -> Proof
         reason=f"{_kind(model, context.layout)}: round trip of {_TOKENS} tokens "
         f"in {len(thirds)} stages gave equal bytes",
         transposed_v=transposed,
-        window=0 if model.is_hybrid else window,
+        cut_window=cut_window,
         format=rows,
         stages=rows.stage_shapes(stages) if rows else (),
         checkpoint=checkpoint,

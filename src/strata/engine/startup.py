@@ -79,7 +79,7 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
         settings.slots,
         tokens,
         cuttable=is_cuttable(model),
-        window=proof.window,
+        window=proof.cut_window,
         format=proof.format,
         stages=proof.stages,
     )

@@ -37,14 +37,11 @@ Part = tuple[Request, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One step. `turn` is None when nothing is read."""
+    """One step. `turn` is None when nothing is waiting to be read."""
 
     parts: tuple[Part, ...]
     turn: Turn | None
-
-    @property
-    def read_tokens(self) -> int:
-        return sum(n for request, n in self.parts if not request.is_writing)
+    read_tokens: int = 0
 
 
 def knobs_of(settings: EngineSettings) -> Knobs:
@@ -89,7 +86,7 @@ class Turns:
         # rows and chunk together fill one physical batch, so a step is one pass over the weights
         room = max(1, self._rows - len(rows))
         reads = self._reads(reading, held, min(turn.read, room)) if turn.read else ()
-        return Plan(parts=(*rows, *reads), turn=turn)
+        return Plan(parts=(*rows, *reads), turn=turn, read_tokens=sum(n for _, n in reads))
 
     def _full_batch(self, writing: int) -> int:
         """Tokens of a full batch, as far as time allows one."""

@@ -161,7 +161,8 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     await slot.give_way(len(slot.tokens))
     held = await take_live(shop, slot, seat, prompt)
     slot.tokens = prompt.tokens[:held]
-    sources = [] if not held else ["live" if seat.fork_from is None else "fork"]
+    sources = [] if not held else [slot.came_from if seat.fork_from is None else "fork"]
+    slot.came_from = "live"
     restore_s: float | None = None
     if shop.cache is not None and reuse:
         found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + LEAST_RESTORE_TOKENS)

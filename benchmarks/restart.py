@@ -22,8 +22,9 @@ from benchmarks.capture import compare_capture
 from benchmarks.inprocess import Bench, say
 from benchmarks.process import Reply, ServerProcess, drop_page_cache, serving
 from benchmarks.text import prose
+from strata.cache.entries import Conversation
 from strata.cache.parking import ParkJob
-from strata.cache.state import Conversation, LevelIndex
+from strata.cache.state import LevelIndex
 from strata.rules import prefix
 
 RUNS = 3

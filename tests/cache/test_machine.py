@@ -26,10 +26,11 @@ from tests.serve.workbench import BLOCK, LIMIT_S, Workbench, states_of
 
 from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits
+from strata.cache.entries import Conversation
 from strata.cache.parking import Parking, ParkJob
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
-from strata.cache.state import Conversation
+from strata.cache.room import own_bytes
 from strata.cache.status import over_budget
 from strata.engine.fake import BASE_BYTES, OPENER
 from strata.rules import prefix
@@ -497,7 +498,9 @@ class Machine(RuleBasedStateMachine):
             assert not disk.index._leases, "something is leased"
             assert disk.level.used_bytes == disk.level.usage() == disk.used_bytes
             assert disk.used_bytes <= disk.limits.budget_bytes or over_budget(disk)
-            guests = {c.serial for c in disk.index.conversations() if disk._own_bytes(c) > disk.limits.budget_bytes}
+            guests = {
+                c.serial for c in disk.index.conversations() if own_bytes(disk.index, c) > disk.limits.budget_bytes
+            }
             excused = disk.stuck or guests or disk.limits.rejects or self.is_failing or self.oracle.damaged
             excused = excused or self.just_opened or disk.scan.temporary
             assert disk.used_bytes <= disk.limits.budget_bytes or excused, over_budget(disk)
@@ -560,5 +563,5 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -18,9 +18,9 @@ from typing import Any
 from strata.cache.cache import ConversationCache
 from strata.cache.capturing import block_lengths
 from strata.cache.disk import DiskLevel, _conversation
+from strata.cache.entries import Conversation, HeldSegment, Match
 from strata.cache.ram import RamLevel
 from strata.cache.restoring import Restored, Restoring
-from strata.cache.state import Conversation, HeldSegment, Match
 from strata.cli.main import main
 from strata.rules import prefix
 from strata.store.format import Manifest, digest

@@ -19,8 +19,8 @@ from tests.serve.workbench import BLOCK, Answer, Workbench, ask, later, play, st
 
 from strata.cache.cascade import Cascade
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
-from strata.cache.state import Conversation
 from strata.cache.status import over_budget
 from strata.engine.fake import BASE_BYTES
 from strata.serve.request import TurnRequest
@@ -570,6 +570,25 @@ def test_foreign_conversations_are_handed_down_and_age(tmp_path: Path) -> None:
     play(before, tmp_path, slots=1, warm_bytes=int(2.6 * ONE))
     options = {"disk_limits": DiskLimits(budget_bytes=1 << 40, max_age_s=1e8), "fingerprint": b"g" * 32}
     play(after, tmp_path, slots=1, warm_bytes=int(2.6 * ONE), **options)
+
+
+def test_an_entry_whose_files_vanish_while_it_moves(tmp_path: Path) -> None:
+    """Somebody empties the directory: what was on its way is gone, and nothing stumbles over it."""
+
+    async def scenario(bench: Workbench) -> None:
+        warm, _ = bench.cache.disks
+        await bench.whole(FIRST)
+        (entry,) = warm.index.conversations()
+        warm.begin_leaving(entry.serial)
+        warm.let_go([entry.serial], "superseded")
+        warm.drop([entry.serial])
+        assert warm.used_bytes >= 0 and not warm.is_over_budget
+        warm.make_room(1 << 40)
+        assert warm.end_leaving(entry.serial, "budget", left=False) is None
+        assert not warm.stuck and not warm.moving
+        bench.cache.tick()
+
+    play(scenario, tmp_path, slots=1, warm_bytes=int(2.6 * ONE))
 
 
 # ------------------------------------------------------------------------------------------------------------- archive

@@ -19,9 +19,9 @@ import numpy as np
 from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
-from strata.cache.state import Conversation
 from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
 from strata.engine.protocol import Delta, Done, Finished, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError

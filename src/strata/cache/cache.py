@@ -18,6 +18,7 @@ from strata.cache.capturing import block_lengths
 from strata.cache.cascade import Archive, Cascade
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation, Match
 from strata.cache.kept import Kept
 from strata.cache.parking import Desk, Parking, ParkJob
 from strata.cache.placing import Placing
@@ -25,7 +26,6 @@ from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
 from strata.cache.restoring import BadSegment, Restored, Restoring, window
 from strata.cache.spilling import Spiller
-from strata.cache.state import Conversation, Match
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
 from strata.engine.protocol import Engine

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.put import Leaving, Put
-from strata.cache.state import Conversation
 from strata.cache.story import Story
 from strata.cache.tasks import watched
 from strata.store.format import Manifest

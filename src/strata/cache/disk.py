@@ -16,9 +16,11 @@ from functools import partial
 import msgspec
 
 from strata.cache.counters import LevelCounters
+from strata.cache.entries import Conversation
 from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
-from strata.cache.state import Conversation, LevelIndex
+from strata.cache.room import Room
+from strata.cache.state import LevelIndex
 from strata.store.format import Manifest
 from strata.store.level import Level
 from strata.store.reader import Reader
@@ -270,51 +272,31 @@ class DiskLevel:
     # ------------------------------------------------------------------------------------------------------- room
 
     def make_room(self, need_bytes: int) -> None:
-        """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot.
-
-        One that is alone larger than the budget pushes nothing out, and is pushed out by the next such one only: it is
-        beside the budget, unless a level below takes it.
-        """
+        """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
         if self.limits.rejects or self.used_bytes + need_bytes <= self.limits.budget_bytes:
             return
-        guest = self._guest()
-
-        def rank(entry: Conversation) -> int | None:
-            if entry.serial in self.stuck or entry is guest:
-                return None
-            return 0 if self._own_bytes(entry) <= self.limits.budget_bytes else -1
-
-        plan = self.index.plan_eviction(
-            used_bytes=self.used_bytes - self._beside_budget_bytes(guest),
-            need_bytes=need_bytes,
-            budget_bytes=self.limits.budget_bytes,
-            leaving=self.moving,
-            rank=rank,
-        )
+        plan = self._room().plan(need_bytes)
         self._drop((), plan.loose)
         self.let_go(plan.serials, "budget")
         if plan.short_bytes and need_bytes:
             message = "%s: %d MiB over its budget of %d MiB: what is left is in use or cannot leave"
             log.warning(message, self.name, plan.short_bytes // MIB + 1, self.limits.budget_bytes // MIB)
 
-    def _own_bytes(self, entry: Conversation) -> int:
-        return self.index.bytes_named_by([entry.serial], alone=False)
-
-    def _guest(self) -> Conversation | None:
-        """The newest conversation that is alone larger than the budget, if no level below can take it."""
-        still_here = (c for c in self.index.conversations() if c.serial not in self.moving)
-        too_large = (c for c in still_here if self._own_bytes(c) > self.limits.budget_bytes)
-        newest = max(too_large, key=lambda c: (c.stamp_s, c.serial), default=None)
-        return newest if newest is not None and (self.is_last or newest.serial in self.stuck) else None
-
-    def _beside_budget_bytes(self, guest: Conversation | None) -> int:
-        coming = sum(put.guest_bytes for put in self._puts)
-        return coming + (self._own_bytes(guest) if guest is not None else 0)
-
     @property
     def is_over_budget(self) -> bool:
         """Whether it takes more than it may, but for what is beside the budget."""
-        return self.used_bytes - self._beside_budget_bytes(self._guest()) > self.limits.budget_bytes
+        return self._room().is_over_budget
+
+    def _room(self) -> Room:
+        return Room(
+            index=self.index,
+            budget_bytes=self.limits.budget_bytes,
+            used_bytes=self.used_bytes,
+            coming_bytes=sum(put.guest_bytes for put in self._puts),
+            moving=self.moving,
+            stuck=self.stuck,
+            is_last=self.is_last,
+        )
 
     def age_out(self) -> None:
         """Let go what is older than the limit."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.ram import RamLevel
-from strata.cache.state import Conversation
 from strata.cache.story import Story
 from strata.rules.eviction import Eviction
 from strata.types import Key

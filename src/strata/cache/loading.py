@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from strata.cache.state import Conversation, LevelIndex
+from strata.cache.entries import Conversation
+from strata.cache.state import LevelIndex
 from strata.store.format import Manifest
 from strata.store.scan import Scan
 from strata.types import Key

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from strata.cache.blocks import BlockPool
-from strata.cache.state import Conversation, LevelIndex
+from strata.cache.entries import Conversation
+from strata.cache.state import LevelIndex
 from strata.rules.eviction import Eviction
 from strata.store.hashing import Hasher
 from strata.types import Key, Segment, Span, Tokens

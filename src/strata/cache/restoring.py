@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import block_lengths
+from strata.cache.entries import HeldSegment, Match
 from strata.cache.ram import RamLevel
-from strata.cache.state import HeldSegment, Match
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from strata.cache.blocks import BlockPool
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import RETRY_S, DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.put import PutOutcome
 from strata.cache.ram import RamLevel
-from strata.cache.state import Conversation
 from strata.cache.story import Story
 from strata.cache.tasks import watched
 from strata.cache.writing import PutWriter, manifest_of

@@ -12,76 +12,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from strata.cache.entries import NO_MATCH, Conversation, HeldSegment, Match
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
 
 NEWEST = 1 << 62  # later than any state is parked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSegment:
-    """A durable segment of the level. `sort_tokens`: its token ids, big endian, so that bytes sort like tokens."""
-
-    segment: Segment
-    sort_tokens: bytes
-
-    @property
-    def key(self) -> Key:
-        return self.segment.key
-
-    @property
-    def tokens(self) -> Tokens:
-        """The segment's own token ids, shape (n_tokens,)."""
-        return np.frombuffer(self.sort_tokens, ">u4").astype(np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A durable manifest: the tokens of one conversation and the keys of the segments that hold their K/V.
-
-    `conversation`: its conversation key (SPEC §6). `frontier` 0 = no turn opener. A foreign one (another identity) has
-    no tokens and a root that no request of ours has. `born`: the order in which states were parked since the start; 0 =
-    before it.
-    """
-
-    serial: int
-    root: Key
-    conversation: bytes
-    tokens: Tokens
-    frontier: int
-    keys: tuple[Key, ...]
-    manifest_bytes: int
-    stamp_s: float
-    born: int = 0
-
-    def is_continued_by(self, tokens: Tokens) -> bool:
-        """Whether `tokens` contain all of it up to its frontier, which is what a client sends back unchanged."""
-        upto = self.frontier or len(self.tokens)
-        return upto <= len(tokens) and np.array_equal(self.tokens[:upto], tokens[:upto])
-
-    @classmethod
-    def foreign(cls, serial: int, keys: tuple[Key, ...], *, manifest_bytes: int, stamp_s: float) -> Conversation:
-        """One of another identity."""
-        nothing: dict[str, Any] = {"root": Key(b""), "conversation": b"", "tokens": np.empty(0, np.int32)}
-        return cls(serial=serial, keys=keys, manifest_bytes=manifest_bytes, stamp_s=stamp_s, frontier=0, **nothing)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto)."""
-
-    path: tuple[HeldSegment, ...]
-    upto: int
-
-
-NO_MATCH = Match(path=(), upto=0)
 
 
 class LevelIndex:
@@ -276,10 +216,12 @@ class LevelIndex:
     def bytes_named_by(self, serials: Collection[int], *, alone: bool) -> int:
         """What these conversations take on disk; `alone`: but for segments that others name too."""
         keys = (key for key, n in self._named_by(serials).items() if not alone or n == self._references[key])
-        return sum(map(self.bytes_of, keys)) + sum(self._conversations[s].manifest_bytes for s in serials)
+        known = (self._conversations[s] for s in serials if s in self._conversations)
+        return sum(map(self.bytes_of, keys)) + sum(c.manifest_bytes for c in known)
 
     def _named_by(self, serials: Collection[int]) -> Counter[Key]:
-        return Counter(key for serial in serials for key in self._conversations[serial].keys)
+        known = (self._conversations[s] for s in serials if s in self._conversations)  # others have vanished
+        return Counter(key for c in known for key in c.keys)
 
     # ------------------------------------------------------------------------------------------------------- changing
 

@@ -61,14 +61,15 @@ class Spiller:
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._hurried = False
+        self._given_up = 0  # could not be written in the last attempt
 
     def __repr__(self) -> str:
         return f"Spiller({len(self._cells)} waiting)"
 
     @property
     def waiting(self) -> int:
-        """Conversations that have yet to be written."""
-        return len(self._cells)
+        """Conversations that have yet to be written, or could not be at the end."""
+        return len(self._cells) + self._given_up
 
     @property
     def is_writing(self) -> bool:
@@ -113,8 +114,9 @@ class Spiller:
                 if not self._ram.index.has_conversation(cell.serial):
                     continue
                 if not await self._spill(self._ram.index.conversation(cell.serial)):
-                    if self._hurried:
-                        continue  # the last attempt
+                    if self._hurried:  # this was the last attempt
+                        self._given_up += 1
+                        continue
                     cell.not_before_s = self._clock() + RETRY_S
                     self._cells[cell.serial] = cell
         finally:

@@ -44,7 +44,8 @@ def wait_for(look: Callable[[], T], what: str, within_s: float = SOON_S) -> T:
 
 def command(*flags: str, program: str = "strata.cli.main") -> list[str]:
     """The command line of a server on a free port that starts fast: a small context and no measuring."""
-    fast = ("--model=demo", "--port=0", "--context=2048", "--flash-attention=on")
+    # Batches of one size whatever the load, and one choice of kernel: greedy replies of two servers can be compared.
+    fast = ("--model=demo", "--port=0", "--context=2048", "--flash-attention=on", "--batch-size=64")
     return [sys.executable, "-m", program, "serve", *fast, *flags]
 
 

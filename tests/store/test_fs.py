@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -372,3 +373,47 @@ def test_a_full_volume_tears_nothing_and_recovers(volume) -> None:
     verify(level, again)
     assert level.used_bytes == level.usage()
     level.close()
+
+
+def test_dropping_what_someone_cleared_away_is_no_failure(tmp_path) -> None:
+    level = Level.open(tmp_path / "level")
+    put(level, manifest := conversation(1))
+    shutil.rmtree(tmp_path / "level" / "seg")
+    level.drop([1], manifest.keys)
+    assert serials(level) == []
+    put(level, manifest)
+    verify(level, manifest)
+    level.close()
+
+
+def test_a_rename_over_another_name_of_the_same_file_leaves_one_name(tmp_path) -> None:
+    disk = Disk()
+    disk.write(tmp_path / "a", [b"x"])
+    disk.link(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(FileExistsError):
+        disk.link(tmp_path / "a", tmp_path / "b")
+    disk.replace(tmp_path / "a", tmp_path / "b")
+    assert [entry.name for entry in disk.entries(tmp_path)] == ["b"]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_buffers_of_an_iterator_may_be_reused(tmp_path, direct) -> None:
+    view = aligned_buffer(PAGE)
+
+    def parts() -> Iterator[memoryview]:
+        for fill in b"abc":
+            view[:] = bytes((fill,)) * PAGE
+            yield view
+        yield view[:5]
+
+    disk = Disk(direct=direct)
+    assert disk.write(tmp_path / "f", parts()) == 3 * PAGE + 5
+    assert disk.read(tmp_path / "f", 1 << 20) == b"".join(bytes((c,)) * PAGE for c in b"abc") + b"c" * 5
+
+    def broken() -> Iterator[memoryview]:
+        yield view
+        raise DamagedFile("no more", field="digest")
+
+    with pytest.raises(DamagedFile):
+        disk.write(tmp_path / "g", broken())
+    assert not (tmp_path / "g").exists()

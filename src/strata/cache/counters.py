@@ -10,7 +10,10 @@ class CacheCounters:
     """Counts since the start, over all levels. `lookups == hits + misses` always.
 
     `disk_hits`, `disk_hits_transient`, `disk_hits_refused`: reads of a stored prefix from disk, by the floor that
-    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed.
+    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed. `deferred`: parks
+    that kept nothing while the state stays in its slot; it is tried again when it leaves. Every park that is begun ends
+    in exactly one of `parked_*`, `skipped`, `provisional`, `provisional_dropped`, `deferred` and `discards`. Of what
+    the spiller took up, `spill_skipped` were durable already.
     """
 
     lookups: int = 0
@@ -32,6 +35,7 @@ class CacheCounters:
     skipped: int = 0
     provisional: int = 0
     provisional_dropped: int = 0
+    deferred: int = 0
     discards: int = 0
     refused: int = 0
     park_cut_short: int = 0
@@ -39,6 +43,7 @@ class CacheCounters:
     capture_s: float = 0.0
     spilled: int = 0
     spill_failed: int = 0
+    spill_skipped: int = 0
     collapsed: int = 0
     throttled: int = 0
     ram_superseded: int = 0

@@ -21,12 +21,16 @@ Buffer = bytes | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One directory entry, links not followed. `allocated_bytes` is what `du` counts."""
+    """One directory entry, links not followed. `allocated_bytes` is what `du` counts.
+
+    `version`: another one once the file was replaced or written to.
+    """
 
     name: str
     kind: Kind
     size: int
     allocated_bytes: int
+    version: tuple[int, ...] = ()
 
 
 class Lock(Protocol):

@@ -139,7 +139,8 @@ def _entry(name: str, status: os.stat_result) -> Entry:
     blocks: int | None = getattr(status, "st_blocks", None)  # in units of 512 bytes, whatever the filesystem's block is
     allocated = status.st_size if blocks is None else blocks * 512
     kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
-    return Entry(name=name, kind=kind, size=status.st_size, allocated_bytes=allocated)
+    version = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return Entry(name=name, kind=kind, size=status.st_size, allocated_bytes=allocated, version=version)
 
 
 def _address(view: Buffer) -> int:

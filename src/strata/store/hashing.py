@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from strata.store.format import digest
 
-HASH_THREADS = 2  # one core hashes 10-25 GB/s, several times what a disk writes
+HASH_THREADS = 1  # a core hashes 10-25 GB/s, several times what a disk writes
 
 
 class Hasher:

@@ -20,7 +20,7 @@ help:
 	@echo "make serve          install into $(VENV) and serve the bundled model with a durable cache (ARGS=... adds flags)"
 	@echo "make test           run the tests"
 	@echo "make check          formatting, lint, types, import rules, laws"
-	@echo "make crash          stop the store at every operation of the disk: nothing acknowledged is lost, nothing torn served"
+	@echo "make crash          proof of durability: every state that a power cut may leave, and 220 kills of the real server under load"
 	@echo "make bench-restart  measure what a restart costs with and without the cache"
 	@echo "make bench-park     measure what keeping conversations costs (ARGS=\"stall save\": parts of it) and saves"
 	@echo "make docs           write docs/flags.md and docs/errors.md anew"

@@ -67,7 +67,7 @@ def _let_go(owed: Owed, note: Note, last_level: str) -> None:
     newer = any(
         entry["conversation"] == gone["conversation"]
         and entry["keys"][: gone["fixed"]] == gone["keys"][: gone["fixed"]]
-        and entry["stamp"] >= gone["stamp"]
+        and entry["born"] >= gone["born"]
         for entry in others
     )
     if not moved and not newer:

@@ -1,4 +1,7 @@
-"""A bounded number of kills of the real server and its engine; `make crash` does the full number (kills.py)."""
+"""A bounded number of kills of the real server and its engine, beside those of tests/serve/test_kill.py.
+
+`make crash` does the full number (kills.py).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from tests.crash.kills import FULL_KILLS, kills, run, two_filesystems
 def test_nothing_acknowledged_is_lost_to_a_kill_under_load(tmp_path, volumes) -> None:
     folders = {"warm": tmp_path / "warm", "cold": tmp_path / "cold"}
     if volumes == 1:
-        loop = run(tmp_path, folders, kills=10, engine_kills=1)
+        loop = run(tmp_path, folders, kills=6, engine_kills=1)
     else:
         with two_filesystems(tmp_path) as folders:
-            loop = run(tmp_path, folders, kills=10, engine_kills=1)
+            loop = run(tmp_path, folders, kills=6, engine_kills=1)
     figures = loop.figures
     assert figures.wrong == []
-    assert (figures.kills, figures.engine_kills) == (10, 1)
-    assert figures.counts["acknowledged"] > 5 and figures.counts["right"] > 5, figures.counts
+    assert (figures.kills, figures.engine_kills) == (6, 1)
+    assert figures.counts["acknowledged"] > 5 and figures.counts["right"] > 3, figures.counts
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 
 from strata.cache.cache import ConversationCache
 from strata.cache.capturing import block_lengths
-from strata.cache.disk import DiskLevel, _conversation
+from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation, HeldSegment, Match
 from strata.cache.ram import RamLevel
 from strata.cache.restoring import Restored, Restoring
@@ -36,12 +36,12 @@ def note(what: str, **facts: Any) -> None:
 
 
 def facts(entry: Conversation) -> dict[str, Any]:
-    """`fixed`: how many of its first keys any later state of the same conversation has too."""
+    """`fixed`: how many of its first keys any later state of the same conversation has too. `born`: in which order."""
     return {
         "serial": entry.serial,
         "conversation": entry.conversation.hex(),
         "tokens": len(entry.tokens),
-        "stamp": entry.stamp_s,
+        "born": entry.born,
         "keys": [key.hex() for key in entry.keys],
         "fixed": (entry.frontier or len(entry.tokens)) // SEGMENT_TOKENS,
     }
@@ -65,9 +65,9 @@ def disk_opened(original: Callable[..., None]) -> Callable[..., None]:
 def recorded(original: Callable[..., None]) -> Callable[..., None]:
     """Durable: it goes into the index, and what it supersedes goes, without a wait in between."""
 
-    def record(self: DiskLevel, manifest: Manifest, *args: Any, **kwargs: Any) -> None:
-        note("acknowledged", level=self.name, **facts(_conversation(manifest, 0)))
-        original(self, manifest, *args, **kwargs)
+    def record(self: DiskLevel, manifest: Manifest, entry: Conversation, **kwargs: Any) -> None:
+        note("acknowledged", level=self.name, **facts(entry))
+        original(self, manifest, entry, **kwargs)
 
     return record
 

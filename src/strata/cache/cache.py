@@ -282,7 +282,8 @@ class ConversationCache:
     def under_way(self) -> int:
         """Writes, moves between levels and deletions that have not ended."""
         spilling = self.spiller is not None and self.spiller.is_writing
-        return sum(disk.puts_under_way + len(disk.moving) + disk.jobs_waiting for disk in self._all_disks()) + spilling
+        disks = self._all_disks()
+        return sum(d.puts_under_way + len(d.moving) + d.writer.statistics().waiting_jobs for d in disks) + spilling
 
     async def flush(self, timeout_s: float) -> bool:
         """Write what only RAM has, and wait until nothing moves; False when the limit passed first."""

@@ -21,6 +21,7 @@ from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
 from strata.cache.room import Room
 from strata.cache.state import LevelIndex
+from strata.cache.vanished import forget_vanished
 from strata.store.format import Manifest
 from strata.store.level import Level
 from strata.store.reader import Reader
@@ -75,11 +76,6 @@ class DiskLevel:
     @property
     def puts_under_way(self) -> int:
         return len(self._puts)
-
-    @property
-    def jobs_waiting(self) -> int:
-        """Jobs of the writing thread that have not ended: deletions too, until which their files take space."""
-        return self.writer.statistics().waiting_jobs
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
@@ -191,27 +187,13 @@ class DiskLevel:
         self.note_disk()
         if not isinstance(committed, Committed):
             if committed.vanished:
-                self._forget_vanished()
+                forget_vanished(self.level, self.index, self.counters)
             self._drop_unnamed(committed.left)
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
         entry = conversation_of(manifest, committed.manifest_bytes, born=put.born)
         self._record(manifest, entry, cut_short=not whole)
-        return PutOutcome(
-            durable=frozenset(manifest.keys),
-            tokens=manifest.n_tokens,
-            reason="" if whole else reason,
-            serial=manifest.serial,
-        )
-
-    def _forget_vanished(self) -> None:
-        """Someone removed files of this level: what they held is written again when it comes again."""
-        entries = [c.serial for c in self.index.conversations() if not self.level.has(c.serial)]
-        segments = [key for key in self.index.keys_on_disk() if not self.level.has(key)]
-        self.index.remove_conversations(entries)
-        self.index.remove_segments(segments)
-        self.counters.vanished += len(entries)
-        message = "%s: someone removed files while it was in use: %d conversations and %d segments are lost"
-        log.error(message, self.level.root, len(entries), len(segments))
+        reason, keys = "" if whole else reason, frozenset(manifest.keys)
+        return PutOutcome(durable=keys, tokens=manifest.n_tokens, reason=reason, serial=manifest.serial)
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""

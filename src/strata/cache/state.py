@@ -118,9 +118,6 @@ class LevelIndex:
         """Whether exactly one stored conversation names the segment."""
         return self._references[key] == 1
 
-    def keys_on_disk(self) -> tuple[Key, ...]:
-        return tuple(self._bytes)
-
     def segment_count(self) -> int:
         return len(self._segments)
 

@@ -230,7 +230,7 @@ class Server:
             log.info("writing %d conversations (at most %.0f s more)", 1 + cache.unwritten, left)
         lost = len(shop.parks) + cache.unwritten
         if lost or not flushing.result():
-            log.warning("%d conversations were not written in time; what was acknowledged before is safe", lost)
+            log.warning("%d conversations were not written, or not in time; what was acknowledged before is safe", lost)
         counts = cache.counters
         kept = sum(len(disk.index.conversations()) for disk in cache.disks)
         parked = counts.parked_ram + counts.parked_disk + counts.parked_disk_transient

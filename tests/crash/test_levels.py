@@ -50,6 +50,7 @@ def test_a_degrade_links_on_one_volume_and_copies_to_another(tmp_path, volumes) 
             assert copied < 1 << 16 if volumes == 1 else copied > 4 << 20
             assert [du(folders[name]) for name in ("warm", "cold")] == [warm["used_bytes"], cold["used_bytes"]]
             assert source(server, again("Ann")).endswith("cold")
+            server.settled()
             server.kill9()
         for folder in folders.values():
             held = look_at(folder)

@@ -57,7 +57,9 @@ def refusal(*flags: str) -> tuple[int, str]:
 class RunningServer:
     """`strata serve` with one slot, unless the flags say otherwise. Leaving it kills what is left."""
 
-    def __init__(self, log: Path, *flags: str, cold: Path | None = None, keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, log: Path, *flags: str, cold: Path | None = None, keys: Sequence[str] = (), ladder: bool = False
+    ) -> None:
         kept = () if cold is None else (f"--conversation-cache-cold-dir={cold}",)
         self.cold = cold
         self._log = log
@@ -69,6 +71,7 @@ class RunningServer:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, "STRATA_RESTORE_LADDER": "1" if ladder else "0"},
             )
         self._clients: list[openai.OpenAI] = []
         try:

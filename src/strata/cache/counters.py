@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+
+from strata.rules.restore import Rung
 
 
 @dataclass(slots=True, kw_only=True)
@@ -10,7 +12,11 @@ class CacheCounters:
     """Counts since the start, over all levels. `lookups == hits + misses` always.
 
     `disk_hits`, `disk_hits_transient`, `disk_hits_refused`: reads of a stored prefix from disk, by the floor that
-    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed.
+    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed. `not_worth_it`:
+    hits that were read again because that is cheaper (they count as misses). `restore_failures`: restores of which
+    some rung failed; `restore_unproved`: those after which the engine did not hold what it should. `ladder_failed`,
+    `ladder_used`: rungs that failed, and those that the slot ended up with instead. `ladder_tokens_saved`: tokens that
+    were not read again although something failed.
     """
 
     lookups: int = 0
@@ -21,7 +27,13 @@ class CacheCounters:
     disk_hits_transient: int = 0
     disk_hits_refused: int = 0
     restores: int = 0
+    not_worth_it: int = 0
     restore_failures: int = 0
+    restore_unproved: int = 0
+    ladder_failed: dict[str, int] = field(default_factory=lambda: {r.label: 0 for r in Rung if r is not Rung.READ})
+    ladder_used: dict[str, int] = field(default_factory=lambda: {r.label: 0 for r in Rung if r is not Rung.WHOLE})
+    ladder_tokens_saved: int = 0
+    ram_quarantined: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
     restore_s: float = 0.0
@@ -44,7 +56,7 @@ class CacheCounters:
     ram_superseded: int = 0
     ram_evictions: int = 0
 
-    def as_dict(self) -> dict[str, int | float]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

@@ -310,6 +310,7 @@ def _cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
         n_min=config.conversation_cache_n_min,
         spill_on_evict=config.conversation_cache_spill_on == "evict",
         throttle_s=config.conversation_cache_spill_park_throttle_s,
+        ladder=config.restore_ladder,
     )
 
 
@@ -354,6 +355,8 @@ def _cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:
         "under_way": parks + cache.under_way,
         "unwritten": cache.unwritten,
         "counters": cache.counters.as_dict(),
+        "restore_ladder": cache.ladder.climbs,
+        "costs": cache.ladder.costs.status(),
     }
 
 

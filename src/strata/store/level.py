@@ -286,6 +286,10 @@ class Level:
         self._serial = max(self._serial, *seen, 0)
         return found
 
+    def segment_bytes(self, key: Key) -> int:
+        """What the files of a segment take on disk."""
+        return sum(self._account.of(path) for path in self._paths_of(key))
+
     def _paths_of(self, key: Key) -> list[str]:
         return [path for stage in range(MAX_STAGES) if (path := segment_path(key, stage)) in self._account]
 

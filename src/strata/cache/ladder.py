@@ -49,12 +49,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """`held`: positions the slot holds now. `bytes_by_level`: payload of what was used, in the order of first use.
-
-    `failed`: what could not be used, rung by rung.
+    """`held`: positions the slot holds now; `kept` of them it held before. `bytes_by_level`: payload of what was used,
+    in the order of first use. `failed`: what could not be used, rung by rung.
     """
 
     held: int
+    kept: int
     seconds: float
     bytes_by_level: dict[str, int]
     failed: tuple[str, ...] = ()
@@ -80,7 +80,9 @@ class _Plan:
 
 @dataclass(slots=True, kw_only=True)
 class _Climb:
-    """One restore under way. `held`: positions of the slot that are verified."""
+    """One restore under way. `before`: positions the slot held when it began (0 if the engine lost them meanwhile);
+    `held`: those that it holds now, all verified.
+    """
 
     slot: int
     found: Found
@@ -156,6 +158,7 @@ class Ladder:
             plan = await self._rung(climb, plan)
         restored = Restored(
             held=climb.held,
+            kept=climb.before,
             seconds=time.perf_counter() - began,
             bytes_by_level=dict(climb.bytes_by_level),
             failed=tuple(climb.failed),
@@ -211,8 +214,8 @@ class Ladder:
         if not done.ok or done.held != n:
             n = 0
             await self._engine.trim(climb.slot, 0)
-        climb.held = n
-        if n <= climb.before:
+        climb.held, climb.before = n, min(n, climb.before)
+        if n == climb.before:
             climb.bytes_by_level.clear()
 
     # ----------------------------------------------------------------------------------------------------- failures
@@ -273,11 +276,13 @@ class Ladder:
         indexes = [level.index for level in (self._ram, *self._disks) if level is not None]
         if indexes:
             match = indexes[0].lookup(found.root, found.tokens, *indexes[1:])
-            is_same = any(held.key == key for held in match.path)
-            rung = Rung.OTHER_LEVEL if is_same else Rung.OTHER_CONVERSATION
+            keys = {held.key for held in match.path}
+            rung = Rung.OTHER_LEVEL if key in keys else Rung.OTHER_CONVERSATION
+            if keys <= {planned.held.key for planned in failed.path} - {key}:
+                rung = Rung.GOOD_PART  # once more: the engine lost it
             plans.append(self._gathered(rung, match.path, match.upto, self._disks))
         for level in self.further:
-            match = level.index.lookup(found.root, found.tokens)
+            match = level.index.lookup(found.root, found.tokens, *indexes)
             plans.append(self._gathered(Rung.SYSTEM_PROMPT, match.path, match.upto, (*self._disks, level)))
         return plans
 

@@ -163,7 +163,7 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
         found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + 1, held=held)
         if found is not None:
             restored = await shop.cache.restore(slot.index, found, held)
-            sources = [*sources, *restored.sources] if restored.held else []
+            sources = (sources if restored.kept else []) + restored.sources
             held, restore_s = restored.held, restored.seconds
             slot.tokens = prompt.tokens[:held]
     return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)

@@ -310,31 +310,28 @@ def test_two_restores_meet_the_same_damage_and_it_is_set_aside_once(cold: Path, 
 
 
 def test_a_segment_written_anew_is_not_blamed_for_the_one_before(cold: Path) -> None:
-    """A restore that read the damaged file tells so when a sound one has taken its place already."""
+    """A restore that has read the damaged file says so when a sound one has taken its place already."""
+    disk = SlowDisk()
 
     async def scenario(bench: Workbench) -> None:
         await bench.whole(OTHER)
-        victim = file_at(bench.disk, 256)
-        prompt = await bench.prompt_of(FIRST)
-        root = first(bench.disk).root
-        found = bench.cache.lookup(root, prompt, beyond=1)
-        assert found is not None
+        victim, index = file_at(bench.disk, 256), bench.disk.index
+        sound, held = victim.read_bytes(), index.held(key_at(bench.disk, 256))
+        assert held is not None
         flip(victim)
-        await bench.whole(FIRST)
-        await bench.check()
-        flip(victim)  # what the slow one sees; its plan is of the segment before
-        slot = bench.slots.all[0]
-        slot.forget()
-        bench.cache.left(0)
-        await bench.engine.trim(0, 0)
-        stale = found.match.path[1]
-        assert bench.disk.index.held(stale.key) is not stale
-        flip(victim)
-        restored = await bench.cache.restore(0, found, 0)
-        assert restored.held == len(prompt) - 1 and not restored.failed
-        await bench.engine.trim(0, 0)
+        with disk.held("read"):
+            reading = asyncio.create_task(bench.turn(FIRST))
+            await until(lambda: disk.waiting["read"] > 0)
+            n_bytes = index.bytes_of(held.key)
+            index.remove_segments([held.key])
+            index.add_segment(held.segment, held.tokens, n_bytes)
+        answer = await reading
+        assert answer is not None and answer.completed.cached_tokens == LIVE
+        assert failed(bench) == {"whole": 1}
+        assert bench.disk.counters.quarantined == 0 and index.holds(held.key)
+        victim.write_bytes(sound)
 
-    play(scenario, cold, slots=1)
+    play(scenario, cold, slots=1, fs=disk, limits=default_limits(ladder=False))
 
 
 @pytest.mark.parametrize("at_fault", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)

@@ -81,6 +81,7 @@ class FakeEngine:
         self.info = fake_info(slots=slots, context=context, stages=stages, fingerprint=b"f" * 32)
         self.generation = 1
         self.wrong_restores = 0
+        self.read_token_s = 0.0  # what a request says that it took to read a token
         self.running: dict[int, FakeRun] = {}  # by slot
         self.states: list[list[bytes]] = [[] for _ in range(slots)]
         self._arena = arena
@@ -220,7 +221,9 @@ class FakeRun:
         self._engine.running.pop(command.slot, None)
         held = len(self._engine.states[command.slot])
         read = len(self._tokens) - command.keep
-        timing = Timing(read_s=0.0, read_tokens=read, write_s=0.0, write_tokens=self._written)
+        timing = Timing(
+            read_s=read * self._engine.read_token_s, read_tokens=read, write_s=0.0, write_tokens=self._written
+        )
         self._outcome = Finished(
             request=command.request,
             reason=reason,

@@ -17,8 +17,9 @@ from tests.serve.test_forged import forge_payload
 from strata.serve.request import Completed, Text, TurnRequest
 from strata.serve.turn import Workshop, run_turn
 from strata.store.arena import Arena
-from strata.store.format import decode_manifest
+from strata.store.format import decode_header, decode_manifest, encode_header
 from strata.store.names import segment_path
+from strata.types import PAGE
 
 BESIDE = "A conversation that lives here. " * 12
 
@@ -90,11 +91,23 @@ def test_a_damaged_block_costs_what_lies_behind_it(tmp_path: Path, stored: Path)
     assert (used, quarantined) == ({"good_part": 1}, 1)
 
 
-def test_a_forged_payload_is_applied_and_harms_no_other_slot(tmp_path: Path, stored: Path) -> None:
-    """The digest holds, so it reaches the engine: no crash, and every byte of the neighbour is as it was."""
+@pytest.mark.parametrize("forged", ["random bytes", "the payload of another segment"])
+def test_a_forged_payload_harms_no_other_slot(tmp_path: Path, stored: Path, forged: str) -> None:
+    """The digest holds, so it reaches the engine: no crash, and every byte of the neighbour is as it was.
+
+    llama.cpp refuses bytes that are no state; a state of other tokens is applied, as nothing can tell.
+    """
     shutil.copytree(stored, tmp_path / "cold")
-    for path in files(tmp_path / "cold")[:3]:
-        forge_payload(path)
+    paths = files(tmp_path / "cold")
+    if forged == "random bytes":
+        forge_payload(paths[1])
+    else:
+        data, other = bytearray(paths[1].read_bytes()), paths[0].read_bytes()
+        header, header_of_other = decode_header(bytes(data[:PAGE])), decode_header(other[:PAGE])
+        data[PAGE:] = other[PAGE:]
+        data[:PAGE] = encode_header(header.with_digests([block.digest for block in header_of_other.blocks]))
+        paths[1].write_bytes(data)
     _, done, used, quarantined = asyncio.run(second_life(tmp_path / "cold", ladder=True))
-    assert done.cached_tokens == done.prompt_tokens - 1
-    assert (used, quarantined) == ({}, 0)
+    refused = forged == "random bytes"
+    assert done.cached_tokens == (256 if refused else done.prompt_tokens - 1)
+    assert (used, quarantined) == ({"good_part": 1} if refused else {}, 0)

@@ -505,3 +505,15 @@ def test_what_is_shown_can_be_given_back() -> None:
     config = load(cache(**COLD, **WARM, mib="5", archive_mode="ids", park="auto"), {})
     again = {name: [text] for name, text in config.public().items() if text and name != "api-key"}
     assert load(again, {}) == config
+
+
+@pytest.mark.parametrize("path", ["/a", "/a/b", "/"])
+@pytest.mark.parametrize("level", ["cold_dir", "warm_dir", "archive_dir"])
+def test_sessions_lie_in_no_level(level: str, path: str) -> None:
+    assert "--slot-save-path" in message_of(cache(**{level: "/a"}) | flags(slot_save_path=path))
+
+
+def test_a_reserve_without_a_folder_is_a_warning() -> None:
+    assert load(flags(slot_save_path="/s", session_min_free_mib="1"), {}).warnings == ()
+    warning = "--session-min-free-mib 1 is not used: --slot-save-path is empty"
+    assert load(flags(session_min_free_mib="1"), {}).warnings == (warning,)

@@ -39,11 +39,13 @@ class Admission:
         self._memory = memory
         self._pool = pool
         self._counters = counters
+        self.promised_bytes: Callable[[], int] = lambda: 0
+        """What parks that were admitted before will still take."""
 
     def available_bytes(self) -> int | None:
         """What can be taken: the system's free memory and what the arena holds already without using it."""
         available = self._memory()
-        return None if available is None else available + self._pool.idle_bytes
+        return None if available is None else available + self._pool.idle_bytes - self.promised_bytes()
 
     def facts(
         self,

@@ -17,6 +17,7 @@ from strata.cache.disk import DiskLevel
 from strata.cache.put import Leaving, Put
 from strata.cache.state import Conversation
 from strata.cache.story import Story
+from strata.cache.tasks import watched
 from strata.store.format import Manifest
 from strata.store.reader import Damaged, Missing
 from strata.store.writer import Failed
@@ -28,12 +29,13 @@ log = logging.getLogger("strata.cache")
 class _Moved:
     """`arrived`: the receiver has all of it that could be read. `reason`: why not, or what is missing from it.
 
-    `unreadable`: nothing of it can be read any more.
+    `unreadable`: nothing of it can be read any more. `serial`: at the receiver.
     """
 
     arrived: bool
     reason: str = ""
     unreadable: bool = False
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,7 @@ class Cascade:
         self._turns = {level.name: asyncio.Lock() for level in levels}
         for level in self.levels:
             level.on_leaving = self.leave
-        if self.levels:
-            self.levels[0].on_recorded = self._supersede_below
+            level.is_last = self.below(level) is None
 
     def __repr__(self) -> str:
         return f"Cascade({' -> '.join(level.name for level in self.levels)}, {len(self._tasks)} moving)"
@@ -84,11 +85,9 @@ class Cascade:
 
     def _start(self, level: DiskLevel, serial: int, work: Coroutine[Any, Any, None]) -> None:
         level.begin_leaving(serial)
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        watched(work, f"moving a conversation out of {level.name}", self._tasks)
 
-    def _supersede_below(self, entry: Conversation) -> None:
+    def supersede_below(self, entry: Conversation) -> None:
         """A conversation is durable on the write level: older states of it on the levels below are not needed."""
         for level in self.levels[1:]:
             level.supersede(entry)
@@ -101,11 +100,11 @@ class Cascade:
     def tick(self) -> None:
         """Let what could not leave try again, and what is too old go. Called every few seconds."""
         for level in self.levels:
-            level.stuck.clear()
-            level.make_room(0)
+            level.retry_stuck()
         for last in self.levels[-1:]:
             last.age_out()
         if self.archive is not None:
+            self.archive.level.make_room(0)
             self.archive.level.age_out()
 
     # --------------------------------------------------------------------------------------------------------- degrade
@@ -118,7 +117,7 @@ class Cascade:
                     return
                 moved = await self._move(giver, receiver, serial, may_link_shared=False)
         finally:
-            giver.end_leaving(serial, left=moved.arrived or moved.unreadable)
+            doomed = giver.end_leaving(serial, "budget", left=moved.arrived or moved.unreadable)
         if moved.unreadable:
             giver.counters.unreadable += 1
             self._tell(giver, serial, "delete", f"from {giver.name}: nothing of it can be read: {moved.reason}")
@@ -132,6 +131,8 @@ class Cascade:
             log.warning("%s -> %s: a conversation stays: %s", giver.name, receiver.name, moved.reason)
             return
         giver.drop([serial])
+        if doomed is not None and moved.serial and receiver.index.has_conversation(moved.serial):
+            receiver.let_go([moved.serial], doomed)
         giver.make_room(0)
 
     # --------------------------------------------------------------------------------------------------------- archive
@@ -147,7 +148,7 @@ class Cascade:
                 else:
                     moved = await self._move(giver, archive.level, serial, may_link_shared=True)
         finally:
-            giver.end_leaving(serial, left=moved.arrived or moved.unreadable)
+            giver.end_leaving(serial, why, left=moved.arrived or moved.unreadable)
         if not moved.arrived and not moved.unreadable:
             giver.counters.archive_failed += 1
             log.warning("%s -> archive: a conversation stays: %s", giver.name, moved.reason)
@@ -178,16 +179,21 @@ class Cascade:
                 return manifest
             if refusal := _refusal(receiver, manifest):
                 return _Moved(arrived=False, reason=refusal)
-            put = receiver.begin_put(manifest, whole=False)
+            put = receiver.begin_put(manifest, whole=False, born=entry.born)
             reached, reason, unreadable = 0, "", False
             try:
-                if receiver.used_bytes > receiver.limits.budget_bytes:
+                if receiver.is_over_budget:
                     reason = f"{receiver.name} cannot make room: what it holds is in use"
                 else:
                     reached, reason, unreadable = await self._adopt(giver, receiver, put, may_link_shared)
             finally:
                 outcome = await receiver.finish_put(put, reached, reason)
-            return _Moved(arrived=bool(outcome.durable), reason=outcome.reason, unreadable=unreadable and not reached)
+            return _Moved(
+                arrived=bool(outcome.durable),
+                reason=outcome.reason,
+                unreadable=unreadable and not reached,
+                serial=outcome.serial,
+            )
         finally:
             giver.index.release(entry.keys)
 

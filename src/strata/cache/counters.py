@@ -12,11 +12,13 @@ class CacheCounters:
     """Counts since the start, over all levels. `lookups == hits + misses` always.
 
     `disk_hits`, `disk_hits_transient`, `disk_hits_refused`: reads of a stored prefix from disk, by the floor that
-    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed. `not_worth_it`:
-    hits that were read again because that is cheaper (they count as misses). `restore_failures`: restores of which
-    some rung failed; `restore_unproved`: those after which the engine did not hold what it should. `ladder_failed`,
-    `ladder_used`: rungs that failed, and those that the slot ended up with instead. `ladder_tokens_saved`: tokens that
-    were not read again although something failed.
+    admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed. `deferred`: parks
+    that kept nothing while the state stays in its slot; it is tried again when it leaves. Every park that is begun ends
+    in exactly one of `parked_*`, `skipped`, `provisional`, `provisional_dropped`, `deferred` and `discards`. Of what
+    the spiller took up, `spill_skipped` were durable already. `not_worth_it`: hits that were read again because that is
+    cheaper (they count as misses). `restore_failures`: restores of which some rung failed; `restore_unproved`: those
+    after which the engine did not hold what it should. `ladder_failed`, `ladder_used`: rungs that failed, and those
+    that the slot ended up with instead. `ladder_tokens_saved`: tokens not read again although something failed.
     """
 
     lookups: int = 0
@@ -44,6 +46,7 @@ class CacheCounters:
     skipped: int = 0
     provisional: int = 0
     provisional_dropped: int = 0
+    deferred: int = 0
     discards: int = 0
     refused: int = 0
     park_cut_short: int = 0
@@ -51,6 +54,7 @@ class CacheCounters:
     capture_s: float = 0.0
     spilled: int = 0
     spill_failed: int = 0
+    spill_skipped: int = 0
     collapsed: int = 0
     throttled: int = 0
     ram_superseded: int = 0
@@ -62,7 +66,10 @@ class CacheCounters:
 
 @dataclass(slots=True, kw_only=True)
 class LevelCounters:
-    """Counts of one disk level. What is handed down is no eviction: `degraded` here, `adopted` by the receiver."""
+    """Counts of one disk level. What is handed down is no eviction: `degraded` here, `adopted` by the receiver.
+
+    `vanished`: conversations whose files someone else removed.
+    """
 
     hits: int = 0
     superseded: int = 0
@@ -79,6 +86,7 @@ class LevelCounters:
     rejected: int = 0
     quarantined: int = 0
     unreadable: int = 0
+    vanished: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

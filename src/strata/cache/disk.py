@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 
 from strata.cache.counters import LevelCounters
+from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
 from strata.cache.state import Conversation, LevelIndex
 from strata.store.format import Manifest
@@ -42,10 +43,13 @@ class DiskLevel:
         self.on_leaving: Callable[[DiskLevel, Sequence[int], Leaving], None] = DiskLevel.remove_now
         self.on_recorded: Callable[[Conversation], None] = lambda _: None
         """Told of every conversation that became durable here."""
-        self.moving: dict[int, int] = {}
-        """Entries on their way to another level or the archive, and the bytes they will free here."""
-        self.stuck: set[int] = set()
-        """Entries that could not leave; the janitor lets them try again."""
+        self.is_last = True
+        """No level below takes what does not fit: it is deleted here."""
+        self.moving: set[int] = set()
+        """Entries on their way to another level or the archive; their bytes count as gone already."""
+        self.stuck: dict[int, Leaving] = {}
+        """Entries that could not leave, and why they should; the tick lets them try again."""
+        self._doomed: dict[int, Leaving] = {}  # of those that move: what else says that they must go
         self._clock = clock
         self.scan = level.scan(identity)
         self.writer = Writer(level)
@@ -54,10 +58,10 @@ class DiskLevel:
         self._puts: set[Put] = set()
         # Segments that a put is writing: its ticket, and whether they became durable.
         self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
-        self._unusable: dict[Key, list[int]] = {}  # stages of segments whose files have a wrong size
+        # Stages of segments whose files have a wrong size.
+        self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
         self._dropping_bytes = 0
         self._failed_at: float | None = None
-        self._load(identity)
 
     def __repr__(self) -> str:
         return f"DiskLevel({self.level!r}, {self.index!r})"
@@ -70,35 +74,10 @@ class DiskLevel:
     def puts_under_way(self) -> int:
         return len(self._puts)
 
-    def _load(self, identity: bytes) -> None:
-        """Fill the index from the scan. Stale manifests serve up to their gap; foreign ones only age and take space."""
-        for key, files in self.scan.segments.items():
-            self.index.note_bytes(key, files.allocated_bytes)
-        for stored in self.scan.manifests:
-            self._load_manifest(stored.manifest, stored.allocated_bytes)
-        for stale in self.scan.stale:
-            if not self.limits.is_archive:  # which may keep manifests without their segments
-                log.warning("%s: manifest %d is stale: %s; it is kept", self.name, stale.serial, stale.reason)
-            if stale.manifest is not None and stale.manifest.identity == identity:
-                self._load_manifest(stale.manifest, stale.allocated_bytes)
-        for foreign in self.scan.foreign:
-            self.index.add_conversation(
-                Conversation.foreign(
-                    foreign.serial, foreign.keys, manifest_bytes=foreign.allocated_bytes, stamp_s=foreign.stamp_s
-                )
-            )
-
-    def _load_manifest(self, manifest: Manifest, allocated_bytes: int) -> None:
-        ids, n_stages = manifest.token_ids, len(manifest.stages)
-        for segment, expected in zip(manifest.segments, manifest.file_bytes, strict=True):
-            files = self.scan.segments.get(segment.key)
-            if files is None:
-                continue
-            if len(files.sizes) != n_stages or sum(size for _, size in files.sizes) != expected:
-                self._unusable[segment.key] = [stage for stage, _ in files.sizes]
-                continue
-            self.index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes)
-        self.index.add_conversation(_conversation(manifest, allocated_bytes))
+    @property
+    def jobs_waiting(self) -> int:
+        """Jobs of the writing thread that have not ended: deletions too, until which their files take space."""
+        return self.writer.statistics().waiting_jobs
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
@@ -123,28 +102,45 @@ class DiskLevel:
     def used_bytes(self) -> int:
         """Bytes the level's files will take once what is under way is done."""
         coming = sum(put.unwritten_bytes for put in self._puts)
-        return self.level.used_bytes + coming - self._dropping_bytes - sum(self.moving.values())
+        moving = self.index.bytes_named_by(self.moving, alone=True) if self.moving else 0
+        return self.level.used_bytes + coming - self._dropping_bytes - moving
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def begin_put(self, manifest: Manifest, *, whole: bool) -> Put:
-        """Announce a write: its segments are leased, and room is made. `finish_put` must follow."""
+    def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0) -> Put:
+        """Announce a write: its segments are leased, and room is made. `finish_put` must follow.
+
+        `born`: see Conversation.
+        """
         keys = manifest.keys
         missing = frozenset(key for key in keys if not self.index.holds(key) and key not in self._coming)
-        if not self._tickets:
-            self.writer.remove_temporaries(self.scan)
-        self._tickets += 1
         sizes = zip(keys, manifest.file_bytes, strict=True)
         unwritten = {key: n_bytes for key, n_bytes in sizes if key in missing}
-        put = Put(manifest=manifest, ticket=self._tickets, missing=missing, whole=whole, unwritten=unwritten)
+        too_large = sum(manifest.file_bytes) > self.limits.budget_bytes and not self.limits.rejects
+        put = Put(
+            manifest=manifest,
+            ticket=self._next_ticket(),
+            missing=missing,
+            whole=whole,
+            born=born,
+            unwritten=unwritten,
+            guest_bytes=sum(unwritten.values()) if too_large else 0,
+        )
+        self.counters.oversized += too_large
         self.index.lease(keys)
         for key in missing:
             self._coming[key] = put.ticket, asyncio.get_running_loop().create_future()
             for stage in self._unusable.pop(key, ()):
                 self.writer.quarantine(key, stage)
-        self.make_room(put.unwritten_bytes)
+        self.make_room(0 if too_large else put.unwritten_bytes)
         self._puts.add(put)
         return put
+
+    def _next_ticket(self) -> int:
+        if not self._tickets:
+            self.writer.remove_temporaries(self.scan)
+        self._tickets += 1
+        return self._tickets
 
     async def finish_put(self, put: Put, reached: int, stop_reason: str) -> PutOutcome:
         """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`."""
@@ -192,10 +188,28 @@ class DiskLevel:
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
+            if committed.vanished:
+                self._forget_vanished()
             self._drop_unnamed(committed.left)
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
-        self._record(manifest, committed.manifest_bytes, cut_short=not whole)
-        return PutOutcome(durable=frozenset(manifest.keys), tokens=manifest.n_tokens, reason="" if whole else reason)
+        entry = conversation_of(manifest, committed.manifest_bytes, born=put.born)
+        self._record(manifest, entry, cut_short=not whole)
+        return PutOutcome(
+            durable=frozenset(manifest.keys),
+            tokens=manifest.n_tokens,
+            reason="" if whole else reason,
+            serial=manifest.serial,
+        )
+
+    def _forget_vanished(self) -> None:
+        """Someone removed files of this level: what they held is written again when it comes again."""
+        entries = [c.serial for c in self.index.conversations() if not self.level.has(c.serial)]
+        segments = [key for key in self.index.keys_on_disk() if not self.level.has(key)]
+        self.index.remove_conversations(entries)
+        self.index.remove_segments(segments)
+        self.counters.vanished += len(entries)
+        message = "%s: someone removed files while it was in use: %d conversations and %d segments are lost"
+        log.error(message, self.level.root, len(entries), len(segments))
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""
@@ -207,13 +221,12 @@ class DiskLevel:
         """Remember whether the disk fails, so that parks go elsewhere for a moment."""
         self._failed_at = None if self.writer.state == OK else time.monotonic()
 
-    def _record(self, manifest: Manifest, manifest_bytes: int, *, cut_short: bool) -> None:
+    def _record(self, manifest: Manifest, entry: Conversation, *, cut_short: bool) -> None:
         """Put what became durable into the index, and let go what it supersedes."""
         ids = manifest.token_ids
         for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
             self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
         longest = manifest.n_tokens if cut_short else None
-        entry = _conversation(manifest, manifest_bytes)
         if not self.limits.is_archive:
             self.supersede(entry, longest=longest)
         if not self.limits.is_archive and not cut_short:
@@ -221,31 +234,33 @@ class DiskLevel:
         self.index.add_conversation(entry)
         if not cut_short:
             self.on_recorded(entry)
+        if not self.limits.is_archive and self.index.is_outdated(entry):
+            self.let_go([entry.serial], "superseded")
         if self.limits.keep:
             self.let_go(self.index.oldest_beyond(entry.conversation, self.limits.keep), "superseded")
 
     async def put_ids(self, manifest: Manifest) -> str:
         """Keep a manifest without its segments; why that failed, or an empty text."""
-        self._tickets += 1
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
-        committed = await asyncio.wrap_future(self.writer.commit(self._tickets, manifest))
+        committed = await asyncio.wrap_future(self.writer.commit(self._next_ticket(), manifest, ids_only=True))
+        self.note_disk()
         if not isinstance(committed, Committed):
             return committed.reason
-        self.index.add_conversation(_conversation(manifest, committed.manifest_bytes))
+        self.index.add_conversation(conversation_of(manifest, committed.manifest_bytes))
         self.let_go(self.index.oldest_beyond(manifest.conversation, self.limits.keep), "superseded")
         self.make_room(0)
         return ""
 
     def supersede(self, by: Conversation, *, longest: int | None = None) -> None:
         """Let go older states of the same conversation. `longest`: spare those of more tokens."""
-        old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest)
-        self.let_go([serial for serial in old if serial != by.serial], "superseded")
+        old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest, born=by.born)
+        self.let_go(old, "superseded")
 
     def _compact(self, by: Conversation) -> None:
         limit = self.limits.divergence_tokens
         if not limit:
             return
-        old = self.index.compacted_by(by.conversation, by.root, by.tokens, limit)
+        old = self.index.compacted_by(by.conversation, by.root, by.tokens, limit, born=by.born)
         if old is None:
             self.counters.compaction_unclear += 1
             log.info("%s: a history was rewritten, and which stored conversation it was is unclear: kept", self.name)
@@ -255,23 +270,51 @@ class DiskLevel:
     # ------------------------------------------------------------------------------------------------------- room
 
     def make_room(self, need_bytes: int) -> None:
-        """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
-        if self.limits.rejects:
+        """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot.
+
+        One that is alone larger than the budget pushes nothing out, and is pushed out by the next such one only: it is
+        beside the budget, unless a level below takes it.
+        """
+        if self.limits.rejects or self.used_bytes + need_bytes <= self.limits.budget_bytes:
             return
-        budget_bytes = self.limits.budget_bytes
+        guest = self._guest()
+
+        def rank(entry: Conversation) -> int | None:
+            if entry.serial in self.stuck or entry is guest:
+                return None
+            return 0 if self._own_bytes(entry) <= self.limits.budget_bytes else -1
+
         plan = self.index.plan_eviction(
-            used_bytes=self.used_bytes,
+            used_bytes=self.used_bytes - self._beside_budget_bytes(guest),
             need_bytes=need_bytes,
-            budget_bytes=budget_bytes,
-            rank=lambda c: None if c.serial in self.moving or c.serial in self.stuck else 0,
+            budget_bytes=self.limits.budget_bytes,
+            leaving=self.moving,
+            rank=rank,
         )
         self._drop((), plan.loose)
         self.let_go(plan.serials, "budget")
         if plan.short_bytes and need_bytes:
-            if need_bytes > budget_bytes:
-                self.counters.oversized += 1
-            message = "%s: %d MiB over its budget of %d MiB: what is left is in use, cannot leave, or is alone larger"
-            log.warning(message, self.name, plan.short_bytes // MIB + 1, budget_bytes // MIB)
+            message = "%s: %d MiB over its budget of %d MiB: what is left is in use or cannot leave"
+            log.warning(message, self.name, plan.short_bytes // MIB + 1, self.limits.budget_bytes // MIB)
+
+    def _own_bytes(self, entry: Conversation) -> int:
+        return self.index.bytes_named_by([entry.serial], alone=False)
+
+    def _guest(self) -> Conversation | None:
+        """The newest conversation that is alone larger than the budget, if no level below can take it."""
+        still_here = (c for c in self.index.conversations() if c.serial not in self.moving)
+        too_large = (c for c in still_here if self._own_bytes(c) > self.limits.budget_bytes)
+        newest = max(too_large, key=lambda c: (c.stamp_s, c.serial), default=None)
+        return newest if newest is not None and (self.is_last or newest.serial in self.stuck) else None
+
+    def _beside_budget_bytes(self, guest: Conversation | None) -> int:
+        coming = sum(put.guest_bytes for put in self._puts)
+        return coming + (self._own_bytes(guest) if guest is not None else 0)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether it takes more than it may, but for what is beside the budget."""
+        return self.used_bytes - self._beside_budget_bytes(self._guest()) > self.limits.budget_bytes
 
     def age_out(self) -> None:
         """Let go what is older than the limit."""
@@ -282,10 +325,24 @@ class DiskLevel:
         self.let_go([c.serial for c in old if not self.index.is_leased(c.keys)], "age")
 
     def let_go(self, serials: Iterable[int], why: Leaving) -> None:
-        """Hand entries that must leave to whoever takes them."""
-        leaving = [serial for serial in serials if serial not in self.moving and serial not in self.stuck]
+        """Hand entries that must leave to whoever takes them; those that move already go when they have."""
+        leaving = []
+        for serial in serials:
+            if serial in self.moving:
+                self._doomed.setdefault(serial, why)
+            elif self.stuck.get(serial) != why:
+                self.stuck.pop(serial, None)
+                leaving.append(serial)
         if leaving:
             self.on_leaving(self, leaving, why)
+
+    def retry_stuck(self) -> None:
+        """Let everything that could not leave try again."""
+        stuck, self.stuck = self.stuck, {}
+        for serial, why in stuck.items():
+            if why != "budget" and self.index.has_conversation(serial):
+                self.let_go([serial], why)
+        self.make_room(0)
 
     def remove_now(self, serials: Sequence[int], why: Leaving) -> None:
         """Delete entries at once, counted by reason."""
@@ -300,16 +357,20 @@ class DiskLevel:
         counts.age_evictions += n * (why == "age")
 
     def begin_leaving(self, serial: int) -> None:
-        """An entry is on its way to somewhere else; its bytes count as gone already."""
-        entry = self.index.conversation(serial)
-        own = sum(self.index.bytes_of(key) for key in entry.keys if self.index.names_alone(key))
-        self.moving[serial] = entry.manifest_bytes + own
+        """An entry is on its way to somewhere else."""
+        self.moving.add(serial)
 
-    def end_leaving(self, serial: int, *, left: bool) -> None:
-        """It arrived, or stays here until the next tick."""
-        self.moving.pop(serial, None)
-        if not left:
-            self.stuck.add(serial)
+    def end_leaving(self, serial: int, why: Leaving, *, left: bool) -> Leaving | None:
+        """It arrived, or stays here until the next tick. What else said meanwhile that it must go, if it arrived."""
+        self.moving.discard(serial)
+        doomed = self._doomed.pop(serial, None)
+        if left:
+            return doomed
+        if self.index.has_conversation(serial):
+            self.stuck[serial] = why
+            if doomed is not None:
+                self.let_go([serial], doomed)
+        return None
 
     def quarantine_manifest(self, serial: int) -> None:
         """Set aside a manifest that cannot be read."""
@@ -361,16 +422,3 @@ class DiskLevel:
         self.reader.close()
         self.writer.close()
         self.level.close()
-
-
-def _conversation(manifest: Manifest, manifest_bytes: int) -> Conversation:
-    return Conversation(
-        serial=manifest.serial,
-        root=manifest.root,
-        conversation=manifest.conversation,
-        tokens=manifest.token_ids,
-        frontier=manifest.frontier or 0,
-        keys=manifest.keys,
-        manifest_bytes=manifest_bytes,
-        stamp_s=manifest.stamp_s,
-    )

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
+
+NEWEST = 1 << 62  # later than any state is parked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,8 @@ class Conversation:
     """A durable manifest: the tokens of one conversation and the keys of the segments that hold their K/V.
 
     `conversation`: its conversation key (SPEC §6). `frontier` 0 = no turn opener. A foreign one (another identity) has
-    no tokens and a root that no request of ours has.
+    no tokens and a root that no request of ours has. `born`: the order in which states were parked since the start; 0 =
+    before it.
     """
 
     serial: int
@@ -55,20 +59,18 @@ class Conversation:
     keys: tuple[Key, ...]
     manifest_bytes: int
     stamp_s: float
+    born: int = 0
+
+    def is_continued_by(self, tokens: Tokens) -> bool:
+        """Whether `tokens` contain all of it up to its frontier, which is what a client sends back unchanged."""
+        upto = self.frontier or len(self.tokens)
+        return upto <= len(tokens) and np.array_equal(self.tokens[:upto], tokens[:upto])
 
     @classmethod
     def foreign(cls, serial: int, keys: tuple[Key, ...], *, manifest_bytes: int, stamp_s: float) -> Conversation:
         """One of another identity."""
-        return cls(
-            serial=serial,
-            root=Key(b""),
-            conversation=b"",
-            tokens=np.empty(0, np.int32),
-            frontier=0,
-            keys=keys,
-            manifest_bytes=manifest_bytes,
-            stamp_s=stamp_s,
-        )
+        nothing: dict[str, Any] = {"root": Key(b""), "conversation": b"", "tokens": np.empty(0, np.int32)}
+        return cls(serial=serial, keys=keys, manifest_bytes=manifest_bytes, stamp_s=stamp_s, frontier=0, **nothing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,7 @@ class LevelIndex:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def lookup(self, root: Key, tokens: Tokens, *others: LevelIndex) -> Match:
-        """The longest stored prefix of `tokens`, never all of it; of this level, or pieced together with `others`.
-
-        Changes nothing.
-        """
+        """The longest stored prefix of `tokens`, never all of it; with `others` pieced together. Changes nothing."""
         levels = (self, *others)
         tokens = tokens[: max(0, len(tokens) - 1)]
         path: list[HeldSegment] = []
@@ -185,9 +184,8 @@ class LevelIndex:
         """Whether exactly one stored conversation names the segment."""
         return self._references[key] == 1
 
-    def ends_with(self, key: Key) -> bool:
-        """Whether a stored conversation ends with this segment, and it can be used."""
-        return self._last_keys[key] > 0 and key in self._segments
+    def keys_on_disk(self) -> tuple[Key, ...]:
+        return tuple(self._bytes)
 
     def segment_count(self) -> int:
         return len(self._segments)
@@ -197,21 +195,27 @@ class LevelIndex:
         return any(self._leases[key] for key in keys)
 
     def superseded_by(
-        self, conversation: bytes, root: Key, tokens: Tokens, *, longest: int | None = None
+        self, conversation: bytes, root: Key, tokens: Tokens, *, longest: int | None = None, born: int = NEWEST
     ) -> tuple[int, ...]:
         """Serials of stored states of the same conversation whose frontier chain is a prefix of `tokens` (SPEC §6).
 
-        `longest`: spare states of more tokens than this.
+        `longest`: spare states of more tokens than this. Those parked later than `born` are spared too.
         """
         found: list[int] = []
-        for serial in self._serials_by_conversation.get(conversation, ()):
-            old = self._conversations[serial]
-            if longest is not None and len(old.tokens) > longest:
-                continue
-            upto = old.frontier or len(old.tokens)
-            if old.root == root and upto <= len(tokens) and np.array_equal(old.tokens[:upto], tokens[:upto]):
-                found.append(serial)
+        for old in self._same(conversation, root):
+            spared = old.born > born or (longest is not None and len(old.tokens) > longest)
+            if not spared and old.is_continued_by(tokens):
+                found.append(old.serial)
         return tuple(sorted(found))
+
+    def is_outdated(self, entry: Conversation) -> bool:
+        """Whether a state that was parked later, and is no shorter, supersedes this one."""
+        later = (c for c in self._same(entry.conversation, entry.root) if c.born > entry.born)
+        return any(len(c.tokens) >= len(entry.tokens) and entry.is_continued_by(c.tokens) for c in later)
+
+    def _same(self, conversation: bytes, root: Key) -> list[Conversation]:
+        serials = self._serials_by_conversation.get(conversation, ())
+        return [c for c in map(self._conversations.__getitem__, serials) if c.root == root]
 
     def oldest_beyond(self, conversation: bytes, keep: int) -> tuple[int, ...]:
         """Serials of the states of a conversation but for the newest `keep`; none when `keep` is 0."""
@@ -219,18 +223,20 @@ class LevelIndex:
         newest = sorted((self._conversations[s] for s in serials), key=lambda c: (c.stamp_s, c.serial), reverse=True)
         return tuple(c.serial for c in newest[keep:])
 
-    def compacted_by(self, conversation: bytes, root: Key, tokens: Tokens, limit: int) -> tuple[int, ...] | None:
+    def compacted_by(
+        self, conversation: bytes, root: Key, tokens: Tokens, limit: int, *, born: int = NEWEST
+    ) -> tuple[int, ...] | None:
         """Serials of states of the same conversation that `tokens` rewrote so early that they can be no hit (SPEC §6).
 
         They share fewer than `limit` tokens with it and are at least that long themselves: of shorter ones nobody can
-        tell a rewrite from an edit. None when two of them share equally much and then differ: their owner is unclear.
+        tell a rewrite from an edit, nor of those parked later than `born`. None when two of them share equally much and
+        then differ: their owner is unclear.
         """
         found: list[tuple[int, Conversation]] = []
-        for serial in self._serials_by_conversation.get(conversation, ()):
-            old = self._conversations[serial]
+        for old in self._same(conversation, root):
             shared = shared_prefix(old.tokens, tokens)
             extends = shared >= (old.frontier or len(old.tokens)) or shared == len(tokens)
-            if old.root == root and not extends and shared < limit <= len(old.tokens):
+            if old.born <= born and not extends and shared < limit <= len(old.tokens):
                 found.append((shared, old))
         found.sort(key=lambda pair: pair[0])
         for (shared, old), (next_shared, other) in pairwise(found):
@@ -246,24 +252,40 @@ class LevelIndex:
         need_bytes: int,
         budget_bytes: int,
         too_many: int = 0,
+        coming: Collection[Key] = (),
+        leaving: Collection[int] = (),
         rank: Callable[[Conversation], int | None] = lambda _: 0,
     ) -> Eviction:
-        """What must go so that `need_bytes` more fit the budget (rules/eviction.py). `rank` None spares an entry."""
+        """What must go so that `need_bytes` more fit the budget (rules/eviction.py). `rank` None spares an entry;
+        those `leaving` count as gone already, with the segments that only they name."""
+        references, sizes = self._references, self._bytes
+        if leaving:
+            references = self._references - self._named_by(leaving)
+            sizes = {key: n for key, n in sizes.items() if references[key] or not self._references[key]}
         entries = (
             Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.keys, rank=order)
             for c in self._conversations.values()
-            if (order := rank(c)) is not None
+            if c.serial not in leaving and (order := rank(c)) is not None
         )
         return plan_eviction(
             conversations=entries,
-            segment_bytes=self._bytes,
-            references=self._references,
+            segment_bytes=sizes,
+            references=references,
             leased={key for key, n in self._leases.items() if n},
             used_bytes=used_bytes,
             need_bytes=need_bytes,
             budget_bytes=budget_bytes,
             too_many=too_many,
+            coming=coming,
         )
+
+    def bytes_named_by(self, serials: Collection[int], *, alone: bool) -> int:
+        """What these conversations take on disk; `alone`: but for segments that others name too."""
+        keys = (key for key, n in self._named_by(serials).items() if not alone or n == self._references[key])
+        return sum(map(self.bytes_of, keys)) + sum(self._conversations[s].manifest_bytes for s in serials)
+
+    def _named_by(self, serials: Collection[int]) -> Counter[Key]:
+        return Counter(key for serial in serials for key in self._conversations[serial].keys)
 
     # ------------------------------------------------------------------------------------------------------- changing
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from strata.cache.cache import ConversationCache
 from strata.cache.parking import Parking, ParkJob
+from strata.cache.tasks import watched
 from strata.engine.protocol import Delta, Engine, Finished, Generation, Progress, Run, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
@@ -157,7 +158,8 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     await slot.give_way(len(slot.tokens))
     held = await take_live(shop, slot, seat, prompt)
     slot.tokens = prompt.tokens[:held]
-    sources = [] if not held else ["live" if seat.fork_from is None else "fork"]
+    sources = [] if not held else [slot.came_from if seat.fork_from is None else "fork"]
+    slot.came_from = "live"
     restore_s: float | None = None
     if shop.cache is not None and reuse:
         found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + 1, held=held)
@@ -278,9 +280,7 @@ def park(shop: Workshop, slot: Slot, *, frontier: int | None, leaving: bool = Fa
     if parking is None:
         return
     slot.parkings.add(parking)
-    task = asyncio.create_task(finish_park(slot, parking))
-    shop.parks.add(task)
-    task.add_done_callback(shop.parks.discard)
+    watched(finish_park(slot, parking), f"the park of slot {slot.index}", shop.parks)
 
 
 async def finish_park(slot: Slot, parking: Parking) -> None:

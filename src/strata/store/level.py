@@ -11,18 +11,18 @@ of another level's writer too; a file that is dropped meanwhile is read to its e
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from strata.errors import DamagedFile
-from strata.store.account import Account, WriteCounts
-from strata.store.content import file_content, header_page, padded_payload
+from strata.store.account import Account, Vanished, WriteCounts
+from strata.store.content import PendingFile, file_content, header_page, padded_payload
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import (
     MAX_MANIFEST_BYTES,
@@ -37,16 +37,6 @@ from strata.store.fs import Disk, aligned_buffer
 from strata.store.names import MAX_STAGES, QUARANTINED, SEGMENT_DIR, TEMPORARY, manifest_name, segment_path, serial_in
 from strata.store.scan import Scan, Walk, read_scan, walk
 from strata.types import PAGE, Key, pad_to_page
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingFile:
-    """A segment file that is written under a temporary name and not published yet."""
-
-    temporary: str
-    final: str
-    size: int
-    linked: bool = False  # a second name of another level's file
 
 
 class Level:
@@ -202,6 +192,24 @@ class Level:
             raise
         return self._account.of(name)
 
+    def require(self, manifest: Manifest) -> None:
+        """Raises Vanished when a published segment of it is not there any more: it must not be committed then.
+
+        A directory that was removed or replaced is made and locked anew. LevelError when another process has it.
+        """
+        stages = range(len(manifest.stages))
+        if self._lock.is_in_place() and all(self._exists(segment_path(k, s)) for k in manifest.keys for s in stages):
+            return
+        self._fs.make_dir(self.root)
+        if not self._lock.is_in_place():
+            lock = self._fs.lock(self.root)
+            self._lock.release()
+            self._lock = lock
+        self._fs.make_dir(self.root / SEGMENT_DIR)
+        self._walk()
+        self._folders_unsynced = True
+        raise Vanished(errno.ENOENT, "files were removed while it was in use; what is missing is lost", str(self.root))
+
     def drop(self, serials: Iterable[int], keys: Iterable[Key], threads: Executor | None = None) -> int:
         """Remove manifests, durably, and then segments that nothing else names, durably; returns the bytes freed.
 
@@ -289,6 +297,16 @@ class Level:
     def segment_bytes(self, key: Key) -> int:
         """What the files of a segment take on disk."""
         return sum(self._account.of(path) for path in self._paths_of(key))
+
+    def has(self, what: int | Key) -> bool:
+        """Whether the account has a file of a manifest, by serial, or of a segment."""
+        return bool(self._paths_of(what)) if isinstance(what, bytes) else manifest_name(what) in self._account
+
+    def _exists(self, path: str) -> bool:
+        with suppress(FileNotFoundError):
+            self._fs.stat(self.root / path)
+            return True
+        return False
 
     def _paths_of(self, key: Key) -> list[str]:
         return [path for stage in range(MAX_STAGES) if (path := segment_path(key, stage)) in self._account]

@@ -21,10 +21,12 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from strata.errors import DamagedFile, StrataError
+from strata.store.account import Vanished
+from strata.store.content import PendingFile
 from strata.store.format import Manifest, SegmentHeader
 from strata.store.hashing import Hasher
 from strata.store.jobs import Begin, Job, JobThread
-from strata.store.level import Level, PendingFile
+from strata.store.level import Level
 from strata.store.names import segment_path
 from strata.store.reader import NotRead, not_read
 from strata.store.scan import Scan
@@ -85,12 +87,14 @@ class Failed:
 
     After a failed commit, segments of the ticket may be complete on disk all the same: drop those of `left` that no
     manifest names. `giver` is set when the level to adopt from could not give its file; this level is fine then.
+    `vanished`: files of this level were removed by someone else; its account says which are left.
     """
 
     reason: str
     errno: int | None = None
     left: tuple[Key, ...] = ()
     giver: NotRead | None = None
+    vanished: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +229,11 @@ class Writer:
 
         return self._submit(work, partial(self._fail, ticket))
 
-    def commit(self, ticket: int, manifest: Manifest) -> Future[Committed | Failed]:
-        """Make the ticket's segments durable, then the manifest. Fails if a segment failed. Ends the ticket."""
+    def commit(self, ticket: int, manifest: Manifest, *, ids_only: bool = False) -> Future[Committed | Failed]:
+        """Make the ticket's segments durable, then the manifest. Fails if a segment failed. Ends the ticket.
+
+        Fails too when a segment that was there before is not any more, unless `ids_only`.
+        """
         entry = _Ticket()
 
         def work() -> Committed | Failed:
@@ -236,6 +243,8 @@ class Writer:
             if entry.failed is not None:
                 return entry.failed
             self._level.publish(entry.files, self._syncers)
+            if not ids_only:
+                self._level.require(manifest)
             size = self._level.put_manifest(manifest)
             return Committed(manifest_bytes=size, seconds=time.monotonic() - started)
 
@@ -381,7 +390,7 @@ def _raise(error: Exception) -> NoReturn:
 
 def _failed(error: Exception) -> Failed:
     if isinstance(error, OSError):
-        return Failed(reason=str(error), errno=error.errno)
+        return Failed(reason=str(error), errno=error.errno, vanished=isinstance(error, Vanished))
     if isinstance(error, StrataError):
         cause = error.__cause__
         return Failed(reason=error.message, errno=cause.errno if isinstance(cause, OSError) else None)

@@ -263,6 +263,18 @@ def test_an_unknown_environment_variable_is_a_warning() -> None:
     assert config.port == 8080
 
 
+@pytest.mark.parametrize(("text", "is_on"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_ladder_is_switched_on_by_the_environment(text: str | None, is_on: bool) -> None:
+    config = load(DEMO, {} if text is None else {"STRATA_RESTORE_LADDER": text})
+    assert config.restore_ladder is is_on
+    assert not config.warnings
+
+
+def test_a_ladder_that_is_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match="STRATA_RESTORE_LADDER is 'yes'"):
+        load(DEMO, {"STRATA_RESTORE_LADDER": "yes"})
+
+
 def test_a_directory_without_a_budget_is_a_warning_that_names_both() -> None:
     config = load(flags(conversation_cache_spill_dir="/d", conversation_cache_disk_mib="0"), {})
     assert config.cold_dir_in_use is None

@@ -29,7 +29,12 @@ from strata.settings import (
 )
 
 ENV_PREFIX = "STRATA_"
-ENVIRONMENT_ONLY = {"STRATA_NO_LARGEPAGES": "1 = do not ask the system for large memory pages"}
+RESTORE_LADDER = "STRATA_RESTORE_LADDER"
+ENVIRONMENT_ONLY = {
+    "STRATA_NO_LARGEPAGES": "1 = do not ask the system for large memory pages",
+    RESTORE_LADDER: "1 = when part of a stored conversation is damaged, use what is sound of it and of others; "
+    "0 or unset = set it aside and read the prompt again",
+}
 SESSION_MIN_FREE_MIB = 4096
 _MIB = whole(0, 1 << 30)
 _TOKENS = whole(0, 2**31 - 1)
@@ -162,6 +167,8 @@ class Config:
         default=SESSION_MIN_FREE_MIB,
         metadata=_is(_MIB, "MiB that a saved slot must leave free on the disk of --slot-save-path"),
     )
+    restore_ladder: bool = False
+    """Only from the environment (RESTORE_LADDER)."""
     warnings: tuple[str, ...] = ()
 
     @property

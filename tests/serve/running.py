@@ -68,6 +68,7 @@ class RunningServer:
         cold: Path | None = None,
         keys: Sequence[str] = (),
         program: str = "strata.cli.main",
+        ladder: bool = False,
         extra: Mapping[str, str] | None = None,
     ) -> None:
         kept = () if cold is None else (f"--conversation-cache-cold-dir={cold}",)
@@ -77,7 +78,7 @@ class RunningServer:
             self._log_from = out.tell()
             self._process = subprocess.Popen(
                 command(*kept, *flags, *(f"--api-key={key}" for key in keys), program=program),
-                env={**os.environ, **(extra or {})},
+                env={**os.environ, "STRATA_RESTORE_LADDER": "1" if ladder else "0", **(extra or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -405,10 +405,10 @@ class Workbench:
         self.cache.close()
 
 
-def default_limits(ram: RamLimits | None = None) -> CacheLimits:
+def default_limits(ram: RamLimits | None = None, *, ladder: bool = True) -> CacheLimits:
     """Everything goes to disk, or to RAM first if there is a RAM level; memory floors are out of the way."""
     target: Target = "disk" if ram is None else "ram"
-    return CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target=target, ram=ram)
+    return CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target=target, ram=ram, ladder=ladder)
 
 
 def play(scenario: Callable[[Workbench], Awaitable[None]], root: Path, **options: Any) -> None:

@@ -75,8 +75,8 @@ class Admission:
             durable_below=durable_below,
         )
 
-    def read(self, what: str, need_bytes: int) -> DiskAdmission:
-        """May a stored prefix be read from disk, through `need_bytes` of blocks? Counted and logged here."""
+    def read(self, what: str, need_bytes: int, *, counted: bool = True) -> DiskAdmission:
+        """May a stored prefix be read from disk, through `need_bytes` of blocks? Logged, and counted once a hit."""
         admission = disk_placement(
             what=what,
             need_bytes=need_bytes,
@@ -84,9 +84,10 @@ class Admission:
             parking_floor_bytes=self.floors.parking_bytes,
             transient_floor_bytes=self.floors.transient_bytes,
         )
-        self._counters.disk_hits += admission.floor is Floor.PARKING
-        self._counters.disk_hits_transient += admission.floor is Floor.TRANSIENT
-        self._counters.disk_hits_refused += admission.floor is None
+        if counted:
+            self._counters.disk_hits += admission.floor is Floor.PARKING
+            self._counters.disk_hits_transient += admission.floor is Floor.TRANSIENT
+            self._counters.disk_hits_refused += admission.floor is None
         if admission.line:
             log.log(logging.INFO if admission.admitted else logging.WARNING, "%s", admission.line)
         return admission

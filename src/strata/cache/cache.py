@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
-from strata.cache.capturing import block_lengths
 from strata.cache.cascade import Archive, Cascade
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
-from strata.cache.entries import Conversation, Match
+from strata.cache.entries import Conversation
 from strata.cache.kept import Kept
+from strata.cache.ladder import Found, Ladder, Restored
 from strata.cache.parking import Desk, Parking, ParkJob
 from strata.cache.placing import Placing
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
-from strata.cache.restoring import BadSegment, Restored, Restoring, window
+from strata.cache.restoring import need_bytes
 from strata.cache.spilling import Spiller
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
@@ -49,7 +49,7 @@ class CacheLimits:
     """What is kept where. A level is on when it is given; `park_target`: after "auto" is resolved.
 
     `similarity`, `n_min`: the weakest hit that is accepted (SPEC §2). `spill_on_evict`: RAM parks are written when RAM
-    drops them, not at once.
+    drops them, not at once. `ladder`: a restore that fails goes on with the next best thing (SPEC §7).
     """
 
     floors: Floors
@@ -60,23 +60,7 @@ class CacheLimits:
     spill_on_evict: bool = False
     throttle_s: float = 0.0
     transient_bytes: int = TRANSIENT_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The longest stored prefix of a prompt. `disk`: the level that has all of `match`; None when RAM has."""
-
-    match: Match
-    disk: DiskLevel | None
-
-    @property
-    def upto(self) -> int:
-        return self.match.upto
-
-    def sources(self, restored: Restored) -> list[str]:
-        """The levels that gave something, as shown in the x-strata-cache header."""
-        from_disk = [self.disk.name] if self.disk is not None and restored.n_bytes > restored.ram_bytes else []
-        return (["ram"] if restored.ram_bytes else []) + from_disk
+    ladder: bool = False
 
 
 class ConversationCache:
@@ -122,6 +106,7 @@ class ConversationCache:
             pool=self._pool,
             counters=self.counters,
         )
+        self.ladder = self._make_ladder(clock)
         self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
         self.live = self.kept.live
         self.spiller = self._make_spiller(clock)
@@ -151,6 +136,19 @@ class ConversationCache:
         if self.write_level is not None:
             self.write_level.on_recorded = self._became_durable
 
+    def _make_ladder(self, clock: Callable[[], float]) -> Ladder:
+        return Ladder(
+            engine=self._engine,
+            ram=self.ram,
+            disks=self.disks,
+            pool=self._pool,
+            admission=self._admission,
+            counters=self.counters,
+            story=self.story,
+            clock=clock,
+            climbs=self._limits.ladder,
+        )
+
     def _make_spiller(self, clock: Callable[[], float]) -> Spiller | None:
         if self.ram is None or self.write_level is None:
             return None
@@ -175,30 +173,38 @@ class ConversationCache:
 
     # ------------------------------------------------------------------------------------------------------ look up
 
-    def lookup(self, root: Key, tokens: Tokens, *, beyond: int) -> Found | None:
+    def lookup(self, root: Key, tokens: Tokens, *, beyond: int, held: int | None = None) -> Found | None:
         """The longest stored prefix of `tokens`, of at least `beyond` tokens and accepted by the hit rules (SPEC §2).
 
-        RAM before warm before cold among equally long ones. What no memory admits from disk is looked for in RAM.
+        RAM before warm before cold among equally long ones. `held`: what the slot has already, and restoring the rest
+        must pay. What does not pay, or what no memory admits from disk, is looked for in RAM.
         """
-        in_ram = Found(match=self.ram.index.lookup(root, tokens), disk=None) if self.ram is not None else None
-        best = in_ram
+        found = [self._found(root, tokens, None)] if self.ram is not None else []
         for disk in self.disks:
-            match = disk.index.lookup(root, tokens)
-            if best is None or match.upto > best.upto:
-                best = Found(match=match, disk=disk)
+            match = self._found(root, tokens, disk)
+            if not found or match.upto > found[0].upto:
+                found.insert(0, match)
         self.counters.lookups += 1
-        if best is not None and best.disk is not None and self._is_hit(best, tokens, beyond):
-            longest = max(found.segment.n_tokens for found in best.match.path)
-            tokens_at_once = min(longest, self._engine.info.block_tokens)
-            need_bytes = window(self._engine) * sum(block_lengths(self._engine, tokens_at_once))
-            if not self._admission.read("conversation", need_bytes).admitted:
-                best = in_ram
-        if best is None or not self._is_hit(best, tokens, beyond):
-            self.counters.misses += 1
-            return None
-        self.counters.hits += 1
-        self.counters.ram_hits += best.disk is None
-        return best
+        for best in [*found[:1], *(other for other in found[1:] if other.disk is None)]:
+            if self._is_hit(best, tokens, beyond) and self._is_taken(best, held):
+                self.counters.hits += 1
+                self.counters.ram_hits += best.disk is None
+                return best
+        self.counters.misses += 1
+        return None
+
+    def _found(self, root: Key, tokens: Tokens, disk: DiskLevel | None) -> Found:
+        level = disk if disk is not None else self.ram
+        assert level is not None, "asked for a level that is on"
+        return Found(root=root, tokens=tokens, match=level.index.lookup(root, tokens), disk=disk)
+
+    def _is_taken(self, found: Found, held: int | None) -> bool:
+        """Whether a hit is restored: it pays, and memory admits it."""
+        if held is not None and not self.ladder.pays(found, held):
+            return False
+        if found.disk is None:
+            return True
+        return self._admission.read("conversation", need_bytes(self._engine, found.match.path)).admitted
 
     def _is_hit(self, found: Found, tokens: Tokens, beyond: int) -> bool:
         long_enough = found.upto >= max(1, beyond, self._limits.n_min)
@@ -207,39 +213,8 @@ class ConversationCache:
     # ------------------------------------------------------------------------------------------------------ restore
 
     async def restore(self, slot: int, found: Found, keep: int) -> Restored:
-        """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as its blocks are sound."""
-        keys = [held.key for held in found.match.path]
-        disk = found.disk
-        if self.ram is not None:
-            self.ram.lease(keys)
-        if disk is not None:
-            disk.counters.hits += 1
-            disk.index.lease(keys)
-        try:
-            reader = disk.reader if disk is not None else None
-            restoring = Restoring(engine=self._engine, ram=self.ram, reader=reader, blocks=self._pool, slot=slot)
-            restored = await restoring.run(found.match, keep)
-        finally:
-            if self.ram is not None:
-                self.ram.release(keys)
-            if disk is not None:
-                disk.release(keys)
-        self.counters.restores += restored.held > keep
-        self.counters.restored_tokens += restored.held - keep
-        self.counters.restored_bytes += restored.n_bytes
-        self.counters.restore_s += restored.seconds
-        if restored.bad is not None:
-            self.counters.restore_failures += 1
-            self._set_aside(restored.bad, disk)
-        return restored
-
-    def _set_aside(self, bad: BadSegment, disk: DiskLevel | None) -> None:
-        where = bad.key.hex()[:12]
-        log.warning("segment %s: %s; the conversation is restored up to it and read from there", where, bad.reason)
-        if bad.in_ram and self.ram is not None:
-            self.ram.quarantine(bad.key)
-        elif disk is not None:
-            disk.set_aside(bad.key, bad.stage, damaged=bad.damaged)
+        """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as the ladder reaches."""
+        return await self.ladder.restore(slot, found, keep)
 
     # --------------------------------------------------------------------------------------------------------- park
 

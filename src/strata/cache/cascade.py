@@ -227,7 +227,7 @@ class Cascade:
                     continue
                 if failed.giver is None or not isinstance(failed.giver, Damaged | Missing):
                     return 0, failed.reason, False
-                giver.set_aside(key, stage, damaged=isinstance(failed.giver, Damaged))
+                giver.set_aside(key, [stage] if isinstance(failed.giver, Damaged) else [])
                 return i, failed.reason, True
             put.unwritten.pop(key, None)
         return wanted, "", False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+
+from strata.rules.restore import Rung
 
 
 @dataclass(slots=True, kw_only=True)
@@ -13,7 +15,10 @@ class CacheCounters:
     admitted them. `provisional_dropped`: states of cancelled requests, to which nothing was owed. `deferred`: parks
     that kept nothing while the state stays in its slot; it is tried again when it leaves. Every park that is begun ends
     in exactly one of `parked_*`, `skipped`, `provisional`, `provisional_dropped`, `deferred` and `discards`. Of what
-    the spiller took up, `spill_skipped` were durable already.
+    the spiller took up, `spill_skipped` were durable already. `not_worth_it`: hits that were read again because that is
+    cheaper (they count as misses). `restore_failures`: restores of which some rung failed; `restore_unproved`: those
+    after which the engine did not hold what it should. `ladder_failed`, `ladder_used`: rungs that failed, and those
+    that the slot ended up with instead. `ladder_tokens_saved`: tokens not read again although something failed.
     """
 
     lookups: int = 0
@@ -24,7 +29,13 @@ class CacheCounters:
     disk_hits_transient: int = 0
     disk_hits_refused: int = 0
     restores: int = 0
+    not_worth_it: int = 0
     restore_failures: int = 0
+    restore_unproved: int = 0
+    ladder_failed: dict[str, int] = field(default_factory=lambda: {r.label: 0 for r in Rung if r is not Rung.READ})
+    ladder_used: dict[str, int] = field(default_factory=lambda: {r.label: 0 for r in Rung if r is not Rung.WHOLE})
+    ladder_tokens_saved: int = 0
+    ram_quarantined: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
     restore_s: float = 0.0
@@ -49,7 +60,7 @@ class CacheCounters:
     ram_superseded: int = 0
     ram_evictions: int = 0
 
-    def as_dict(self) -> dict[str, int | float]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

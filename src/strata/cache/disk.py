@@ -345,15 +345,22 @@ class DiskLevel:
         """Delete entries whose copy elsewhere is durable, and the segments that only they need."""
         self._drop([serial for serial in serials if self.index.has_conversation(serial)], None)
 
-    def set_aside(self, key: Key, stage: int | None, *, damaged: bool) -> None:
-        """Never serve a bad segment again; a damaged file is renamed, never deleted."""
+    def set_aside(self, key: Key, stages: Sequence[int] = ()) -> None:
+        """Never serve a bad segment again. `stages`: its damaged files, which are renamed, never deleted."""
         n_bytes = self.index.bytes_of(key)
         self.index.remove_segments([key])
-        if not damaged:
-            self.index.note_bytes(key, n_bytes)  # the file stays, and goes when its conversations go
-        elif stage is not None:
-            self.counters.quarantined += 1
-            self.writer.quarantine(key, stage)
+        if not stages:
+            self.index.note_bytes(key, n_bytes)  # the files stay, and go when their conversations go
+            return
+        self.counters.quarantined += len(stages)
+        renames = [asyncio.wrap_future(self.writer.quarantine(key, stage)) for stage in stages]
+        renames[-1].add_done_callback(partial(self._note_rest, key))
+
+    def _note_rest(self, key: Key, _: object) -> None:
+        """The sound files of a segment that was set aside stay, and go when its conversations go."""
+        rest_bytes = self.level.segment_bytes(key)
+        if rest_bytes and not self.index.bytes_of(key) and key not in self._coming:
+            self.index.note_bytes(key, rest_bytes)
 
     def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
         """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""

@@ -45,18 +45,20 @@ class LevelIndex:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def lookup(self, root: Key, tokens: Tokens) -> Match:
-        """The longest stored prefix of `tokens`, never all of it. Changes nothing."""
+    def lookup(self, root: Key, tokens: Tokens, *others: LevelIndex) -> Match:
+        """The longest stored prefix of `tokens`, never all of it; with `others` pieced together. Changes nothing."""
+        levels = (self, *others)
         tokens = tokens[: max(0, len(tokens) - 1)]
         path: list[HeldSegment] = []
         parent, at = root, 0
         while at + SEGMENT_TOKENS <= len(tokens):
-            held = self._segments.get(next_key(parent, tokens[at : at + SEGMENT_TOKENS]))
+            key = next_key(parent, tokens[at : at + SEGMENT_TOKENS])
+            held = next((found for level in levels if (found := level.held(key)) is not None), None)
             if held is None:
                 break
             path.append(held)
             parent, at = held.key, held.segment.end
-        tail, upto = self._longest_tail(parent, at, tokens)
+        tail, upto = max((level._longest_tail(parent, at, tokens) for level in levels), key=lambda found: found[1])
         return Match(path=(*path, *tail), upto=upto) if path or tail else NO_MATCH
 
     def _longest_tail(self, parent: Key, at: int, tokens: Tokens) -> tuple[list[HeldSegment], int]:
@@ -92,6 +94,10 @@ class LevelIndex:
     def holds(self, key: Key) -> bool:
         """Whether the segment is durable and can be used."""
         return key in self._segments
+
+    def held(self, key: Key) -> HeldSegment | None:
+        """The segment, if it is durable and can be used. Another object once it was lost and written anew."""
+        return self._segments.get(key)
 
     def is_named(self, key: Key) -> bool:
         """Whether a stored conversation names the segment, usable or not."""

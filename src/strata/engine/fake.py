@@ -121,6 +121,7 @@ class FakeEngine:
         self._arriving: dict[int, bytes] = {}
         self.generation = 1
         self.wrong_restores = 0
+        self.read_token_s = 0.0  # what a request says that it took to read a token
         self.running: dict[int, FakeRun] = {}  # by slot
         self.states: list[list[bytes]] = [[] for _ in range(slots)]
         self._arena = arena
@@ -374,7 +375,9 @@ class FakeRun:
             self._hold()
         held = len(self._engine.states[command.slot])
         read = len(self._tokens) - command.keep
-        timing = Timing(read_s=0.0, read_tokens=read, write_s=0.0, write_tokens=self._written)
+        timing = Timing(
+            read_s=read * self._engine.read_token_s, read_tokens=read, write_s=0.0, write_tokens=self._written
+        )
         self._outcome = Finished(
             request=command.request,
             reason=reason,

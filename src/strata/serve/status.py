@@ -15,6 +15,8 @@ def cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:
         "under_way": parks + cache.under_way,
         "unwritten": cache.unwritten,
         "counters": cache.counters.as_dict(),
+        "restore_ladder": cache.ladder.climbs,
+        "costs": cache.ladder.costs.status(),
     }
 
 

@@ -27,9 +27,6 @@ from strata.types import Key, Tokens
 
 log = logging.getLogger("strata.turn")
 
-LEAST_RESTORE_TOKENS = 16
-"""A stored prefix must be this much longer than the live one; below that, reading again is as fast."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workshop:
@@ -165,10 +162,10 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     slot.came_from = "live"
     restore_s: float | None = None
     if shop.cache is not None and reuse:
-        found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + LEAST_RESTORE_TOKENS)
+        found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + 1, held=held)
         if found is not None:
             restored = await shop.cache.restore(slot.index, found, held)
-            sources += found.sources(restored)
+            sources = (sources if restored.kept else []) + restored.sources
             held, restore_s = restored.held, restored.seconds
             slot.tokens = prompt.tokens[:held]
     return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)
@@ -212,6 +209,8 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
     slot = run.slot
     try:
         finished = await run_out(run)
+        if finished is not None and shop.cache is not None:
+            shop.cache.ladder.costs.note_read(finished.timing.read_tokens, finished.timing.read_s)
         if finished is not None:
             slot.tokens = run.held_tokens(finished.held)
             slot.provisional = finished.reason == "cancelled"

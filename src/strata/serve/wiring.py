@@ -359,6 +359,7 @@ def _cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
         n_min=config.conversation_cache_n_min,
         spill_on_evict=config.conversation_cache_spill_on == "evict",
         throttle_s=config.conversation_cache_spill_park_throttle_s,
+        ladder=config.restore_ladder,
     )
 
 

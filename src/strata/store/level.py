@@ -294,16 +294,19 @@ class Level:
         self._serial = max(self._serial, *seen, 0)
         return found
 
+    def segment_bytes(self, key: Key) -> int:
+        """What the files of a segment take on disk."""
+        return sum(self._account.of(path) for path in self._paths_of(key))
+
     def has(self, what: int | Key) -> bool:
         """Whether the account has a file of a manifest, by serial, or of a segment."""
         return bool(self._paths_of(what)) if isinstance(what, bytes) else manifest_name(what) in self._account
 
     def _exists(self, path: str) -> bool:
-        try:
+        with suppress(FileNotFoundError):
             self._fs.stat(self.root / path)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def _paths_of(self, key: Key) -> list[str]:
         return [path for stage in range(MAX_STAGES) if (path := segment_path(key, stage)) in self._account]

@@ -30,6 +30,7 @@ from strata.cache.entries import Conversation
 from strata.cache.parking import Parking, ParkJob
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
+from strata.cache.restoring import Fault
 from strata.cache.room import own_bytes
 from strata.cache.status import over_budget
 from strata.engine.fake import BASE_BYTES, OPENER
@@ -429,8 +430,9 @@ class Machine(RuleBasedStateMachine):
         assert found.upto <= len(state.tokens)
         restored = await self.cache.restore(slot, found, 0)
         assert self.bench.engine.states[slot] == states_of(state.tokens[: restored.held])
-        assert restored.held == found.upto or restored.bad is not None
-        assert restored.bad is None or not restored.bad.damaged or state.conversation in self.oracle.damaged
+        assert restored.held == found.upto or restored.failed
+        is_damaged = any(bad.fault is Fault.DAMAGED for bad in restored.bad)
+        assert not is_damaged or state.conversation in self.oracle.damaged
         self.bench.engine.states[slot] = []
 
     async def _quiet(self) -> None:

@@ -60,8 +60,12 @@ class CacheCounters:
     ram_superseded: int = 0
     ram_evictions: int = 0
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    def as_dict(self) -> dict[str, int | float]:
+        """Flat: one entry for each rung (`ladder_used_other_level`, ...)."""
+        flat: dict[str, int | float] = {}
+        for name, value in asdict(self).items():
+            flat |= {f"{name}_{rung}": n for rung, n in value.items()} if isinstance(value, dict) else {name: value}
+        return flat
 
 
 @dataclass(slots=True, kw_only=True)

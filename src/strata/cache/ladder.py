@@ -50,7 +50,7 @@ class Found:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """`held`: positions the slot holds now; `kept` of them it held before. `bytes_by_level`: payload of what was used,
-    in the order of first use. `failed`: what could not be used, rung by rung.
+    in the order of first use. `failed`: what could not be used, rung by rung; `bad`: the segments at fault.
     """
 
     held: int
@@ -58,6 +58,7 @@ class Restored:
     seconds: float
     bytes_by_level: dict[str, int]
     failed: tuple[str, ...] = ()
+    bad: tuple[BadSegment, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -90,6 +91,7 @@ class _Climb:
     held: int
     bytes_by_level: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
+    bad: list[BadSegment] = field(default_factory=list)
     used: list[Rung] = field(default_factory=list)
 
 
@@ -162,6 +164,7 @@ class Ladder:
             seconds=time.perf_counter() - began,
             bytes_by_level=dict(climb.bytes_by_level),
             failed=tuple(climb.failed),
+            bad=tuple(climb.bad),
         )
         self._count(climb, restored)
         return restored
@@ -226,6 +229,7 @@ class Ladder:
         self._counters.ladder_failed[plan.rung.label] += 1
         text = f"rung {plan.rung.value} ({plan.rung.label}) failed: {reason}"
         climb.failed.append(text)
+        climb.bad += [] if bad is None else [bad]
         log.warning("%s", text)
         if bad is not None and self._set_aside(bad):
             self._tell(climb.found, "quarantine", bad.text())

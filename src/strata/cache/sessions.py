@@ -172,7 +172,8 @@ class SessionMover:
             theirs, ours = f"{manifest.model_name} ({file.plan.kv})", f"{info.model_name} ({info.kv})"
             problem = f"it was saved of {theirs}, this server runs {ours}"
             if theirs == ours:
-                problem += " from another file, or with another K/V layout"
+                now = "on" if info.flash_attention else "off"
+                problem += f" from another file, or its K/V lay otherwise: try --flash-attention (it is {now}) or --kv"
             _refuse("identity", problem)
         if manifest.stages != info.stages or manifest.block_tokens > info.block_tokens:
             _refuse("stages", "its layers are split in another way than this server's")

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -301,6 +302,24 @@ def test_what_was_damaged_can_be_looked_at_afterwards(tmp_path: Path, stored: Pa
     assert aside.read_bytes() == damaged
     play(after, root, slots=1)
     assert aside.read_bytes() == damaged
+
+
+def test_what_was_set_aside_goes_before_what_is_sound(tmp_path: Path, stored: Path) -> None:
+    root = tmp_path / "cold"
+    shutil.copytree(stored, root)
+    flip(PAGE + 9)(segment_file(root, 1))
+
+    async def scenario(bench: Workbench) -> None:
+        await bench.whole(FIRST)
+        (aside,) = bench.level.quarantined()
+        sound = len(bench.disk.index.conversations())
+        bench.disk.limits = replace(bench.disk.limits, budget_bytes=bench.level.used_bytes - 1)
+        bench.disk.make_room(0)
+        await bench.settle()
+        assert not (root / aside).exists() and bench.disk.counters.quarantined_dropped == 1
+        assert len(bench.disk.index.conversations()) == sound and bench.disk.counters.disk_evictions == 0
+
+    play(scenario, root, slots=1)
 
 
 def test_the_index_of_the_stored_conversations_is_what_was_stored(tmp_path: Path, stored: Path) -> None:

@@ -240,10 +240,24 @@ class LevelContract:
         write_segments(level, conversation(2, 300, seed=2))
         scan = level.scan(IDENTITY)
         before = level.used_bytes
-        freed = level.remove_temporaries(scan)
+        freed = level.remove_files(scan.temporary)
         assert freed == before - level.used_bytes > 0
         assert level.scan(IDENTITY).temporary == ()
         assert serials(level) == [1]
+
+    def test_only_files_that_a_level_names_are_its_own(self, level, disk, root) -> None:
+        put(level, conversation(1, 20))
+        foreign = ("report.tmp", "projects/x/draft.tmp", "strata-conv-x.meta.tmp", "notes.1.bad", "seg/00/mine.tmp")
+        for name in foreign:
+            disk.make_dir((root / name).parent)
+            disk.write(root / name, [b"mine"])
+        level.quarantine_manifest(1)
+        scan = level.scan(IDENTITY)
+        assert set(foreign) <= set(scan.other) and scan.temporary == ()
+        assert [*level.quarantined()] == list(scan.bad) == [manifest_name(1) + ".0.bad"]
+        level.remove_files((*scan.temporary, *level.quarantined()))
+        assert all(disk.read(root / name, 10) == b"mine" for name in foreign)
+        assert level.used_bytes == level.usage()
 
     def test_serials_are_above_everything_seen(self, disk, root) -> None:
         level = Level.open(root, fs=disk)
@@ -388,7 +402,7 @@ class LevelContract:
             for serial in set(serials(level)) - {1}:
                 assert serial == 2
                 verify(level, new)
-            level.remove_temporaries(level.scan(IDENTITY))
+            level.remove_files(level.scan(IDENTITY).temporary)
             put(level, new, without=old.keys)
             verify(level, new)
             level.drop([2], new.keys[1:])

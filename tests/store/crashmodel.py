@@ -218,7 +218,7 @@ def look(disk: CrashFS, owed: Iterable[set[Place]], names: Iterable[str]) -> lis
             except (DamagedFile, OSError) as error:
                 problems.append(Problem(kind="torn", text=f"{name} offers {stored.manifest}: {error}"))
             served[name, stored.manifest.serial] = stored.manifest
-        level.remove_temporaries(scan)
+        level.remove_files(scan.temporary)
         if level.used_bytes != level.usage():
             problems.append(Problem(kind="unaccounted", text=f"{name}: {level.used_bytes} != {level.usage()}"))
     missing = [places for places in owed if not places & served.keys()]

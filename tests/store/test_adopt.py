@@ -274,7 +274,7 @@ def test_the_fault_of_the_receiver_is_its_own(writer, receiver, giver, disk, may
             assert committed.errno == errno.ENOSPC
             assert writer.state.startswith("failing: ")
         verify(giver, ENTRY)
-        receiver.remove_temporaries(receiver.scan(IDENTITY))
+        receiver.remove_files(receiver.scan(IDENTITY).temporary)
 
 
 # ------------------------------------------------------------------------------------------------------- hashing ahead

@@ -366,7 +366,7 @@ def test_a_full_volume_tears_nothing_and_recovers(volume) -> None:
     assert sorted(serials(level)) == [manifest.serial for manifest in stored]
     for manifest in stored:
         verify(level, manifest)
-    level.remove_temporaries(level.scan(IDENTITY))
+    level.remove_files(level.scan(IDENTITY).temporary)
     level.drop([1], stored[0].keys)
     level.drop((), level.scan(IDENTITY).orphans)
     put(level, again := conversation(6000, 900, seed=6000))

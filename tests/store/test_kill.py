@@ -48,7 +48,7 @@ def test_nothing_acknowledged_is_lost_to_kill(tmp_path, rounds) -> None:
         for stored in scan.manifests:
             verify(level, stored.manifest)
         assert scan.stale == ()
-        level.remove_temporaries(scan)
+        level.remove_files(scan.temporary)
         assert level.used_bytes == level.usage()
         owed = served
         level.close()

@@ -142,7 +142,7 @@ def test_a_park_that_fails_anywhere_is_undone_and_the_next_works(writer, level, 
         assert set(committed.left) <= set(manifest.keys)
         writer.drop([serial], committed.left).result(WAIT_S)
         writer.drop((), level.scan(IDENTITY).orphans).result(WAIT_S)
-        level.remove_temporaries(level.scan(IDENTITY))
+        level.remove_files(level.scan(IDENTITY).temporary)
         assert serials(level) == [1000]
         _, committed = park(writer, serial, manifest)
         assert isinstance(committed, Committed)

@@ -89,6 +89,7 @@ class LevelCounters:
     oversized: int = 0
     rejected: int = 0
     quarantined: int = 0
+    quarantined_dropped: int = 0
     unreadable: int = 0
     vanished: int = 0
 

@@ -19,7 +19,7 @@ from strata.cache.counters import LevelCounters
 from strata.cache.entries import Conversation
 from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
-from strata.cache.room import Room
+from strata.cache.room import Room, first_to_go
 from strata.cache.state import LevelIndex
 from strata.cache.vanished import forget_vanished
 from strata.store.format import Manifest
@@ -64,6 +64,7 @@ class DiskLevel:
         # Stages of segments whose files have a wrong size.
         self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
         self._dropping_bytes = 0
+        self._dropping: set[str] = set()  # quarantined files that are being removed
         self._failed_at: float | None = None
 
     def __repr__(self) -> str:
@@ -136,7 +137,7 @@ class DiskLevel:
 
     def _next_ticket(self) -> int:
         if not self._tickets:
-            self.writer.remove_temporaries(self.scan)
+            self.writer.remove_files(self.scan.temporary)
         self._tickets += 1
         return self._tickets
 
@@ -251,18 +252,29 @@ class DiskLevel:
             return
         self.let_go(old, "compacted")
 
-    # ------------------------------------------------------------------------------------------------------- room
-
+    # -------------------------------------------------------------------------------------------------------- room
     def make_room(self, need_bytes: int) -> None:
         """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
         if self.limits.rejects or self.used_bytes + need_bytes <= self.limits.budget_bytes:
             return
+        self._drop_quarantined(self.used_bytes + need_bytes - self.limits.budget_bytes)
         plan = self._room().plan(need_bytes)
         self._drop((), plan.loose)
         self.let_go(plan.serials, "budget")
         if plan.short_bytes and need_bytes:
-            message = "%s: %d MiB over its budget of %d MiB: what is left is in use or cannot leave"
-            log.warning(message, self.name, plan.short_bytes // MIB + 1, self.limits.budget_bytes // MIB)
+            mib = plan.short_bytes // MIB + 1
+            log.warning("%s: %d MiB over its budget: what is left is in use or cannot leave", self.name, mib)
+
+    def _drop_quarantined(self, n_bytes: int) -> None:
+        """What was set aside goes before any sound conversation; counted and logged."""
+        if not (gone := first_to_go(self.level.quarantined(), self._dropping, n_bytes)):
+            return
+        self._dropping.update(gone)
+        self._dropping_bytes += sum(gone.values())
+        self.counters.quarantined_dropped += len(gone)
+        log.warning("%s: %d damaged files, set aside before, make room", self.name, len(gone))
+        removal = self.writer.remove_files(tuple(gone))
+        asyncio.wrap_future(removal).add_done_callback(partial(self._dropped, sum(gone.values())))
 
     @property
     def is_over_budget(self) -> bool:

@@ -6,7 +6,7 @@ the newest is the level's guest, unless a level below can take it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from strata.cache.entries import Conversation
@@ -62,3 +62,12 @@ class Room:
 def own_bytes(index: LevelIndex, entry: Conversation) -> int:
     """What a conversation takes on disk, shared or not."""
     return index.bytes_named_by([entry.serial], alone=False)
+
+
+def first_to_go(sizes: Mapping[str, int], going: Collection[str], n_bytes: int) -> dict[str, int]:
+    """Of files that were set aside, those that free `n_bytes`, by path; not those that are `going` already."""
+    gone: dict[str, int] = {}
+    for path, size in sizes.items():
+        if sum(gone.values()) < n_bytes and path not in going:
+            gone[path] = size
+    return gone

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata.store.names import is_quarantined
+
 
 @dataclass(slots=True)
 class WriteCounts:
@@ -42,6 +44,10 @@ class Account:
     def set(self, path: str, allocated_bytes: int) -> None:
         self.used_bytes += allocated_bytes - self._files.get(path, 0)
         self._files[path] = allocated_bytes
+
+    def quarantined(self) -> dict[str, int]:
+        """The files that were set aside, and what each takes; from any thread."""
+        return {path: n_bytes for path, n_bytes in self._files.copy().items() if is_quarantined(path)}
 
     def drop(self, path: str) -> int:
         """Forget a file; returns what it took."""

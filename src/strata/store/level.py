@@ -16,13 +16,14 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from strata.errors import DamagedFile
 from strata.store.account import Account, Vanished, WriteCounts
 from strata.store.content import PendingFile, file_content, header_page, padded_payload
+from strata.store.damage import damage_in
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import (
     MAX_MANIFEST_BYTES,
@@ -224,9 +225,13 @@ class Level:
         self._sync_all(self._sync_if_there, sorted({path.rpartition("/")[0] for path in paths}), threads)
         return freed
 
-    def remove_temporaries(self, scan: Scan) -> int:
-        """Remove what dead writers left; for the time between the scan and the first write. Returns the bytes freed."""
-        return sum(self._unlink(path) for path in scan.temporary)
+    def remove_files(self, paths: Iterable[str]) -> int:
+        """Remove files that no manifest names: what dead writers left (before the first write), or `quarantined`."""
+        return sum(self._unlink(path) for path in paths)
+
+    def quarantined(self) -> dict[str, int]:
+        """The files that were set aside, and what each takes on disk."""
+        return self._account.quarantined()
 
     def quarantine_segment(self, key: Key, stage: int) -> bool:
         """Set a damaged segment file aside; False when it is not there."""
@@ -242,7 +247,7 @@ class Level:
         """A segment file's header, checked against its name and size. DamagedFile, or OSError (FileNotFoundError)."""
         path = self.root / segment_path(key, stage)
         page = aligned_buffer(PAGE)
-        with _damage_in(path):
+        with damage_in(path):
             self._fs.read_into(path, 0, page)
             header = decode_header(page)
             if (header.key, header.stage) != (key, stage):
@@ -255,7 +260,7 @@ class Level:
     def read_manifest(self, serial: int) -> Manifest:
         """A manifest, checked. DamagedFile, or OSError (FileNotFoundError)."""
         path = self.root / manifest_name(serial)
-        with _damage_in(path):
+        with damage_in(path):
             manifest = decode_manifest(self._fs.read(path, MAX_MANIFEST_BYTES))
             if manifest.serial != serial:
                 raise DamagedFile(f"serial: {manifest.serial} instead of {serial}", field="serial")
@@ -271,7 +276,7 @@ class Level:
             raise ValueError(f"a view of {len(view)} bytes for a block of {block.length}")
         path = self.root / segment_path(header.key, header.stage)
         padded = pad_to_page(block.length)
-        with _damage_in(path):
+        with damage_in(path):
             self._fs.read_into(path, block.offset, view[: padded if len(view) >= padded else block.length])
             if digest(view[: block.length]) != block.digest:
                 raise DamagedFile(f"digest: block {index} does not match it", field="digest")
@@ -387,14 +392,3 @@ class Level:
         self._account.set(target, self._account.drop(path))
         self._sync_dir(path.rpartition("/")[0])
         return True
-
-
-@contextmanager
-def _damage_in(path: Path) -> Iterator[None]:
-    """Name the file in what its decoder says."""
-    try:
-        yield
-    except DamagedFile as error:
-        if str(path) in error.message:
-            raise
-        raise DamagedFile(f"{path}: {error.message}", field=error.field) from error

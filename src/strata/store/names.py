@@ -21,6 +21,8 @@ MAX_SERIAL = (1 << 53) - 1
 """The largest integer that every JSON reader keeps exact."""
 
 _MANIFEST = re.compile(r"strata-conv-(\d{8,16})\.meta")
+_TEMPORARY_TAIL = re.compile(r"\.\d+-\d+\.tmp$")
+_QUARANTINED_TAIL = re.compile(r"\.\d+\.bad$")
 _SEGMENT = re.compile(r"([0-9a-f]{64})\.s(\d{1,2})\.seg")
 
 
@@ -59,3 +61,18 @@ def parse_segment_path(path: str) -> tuple[Key, int] | None:
     """Like `parse_segment_name`, for a path relative to the level's directory, which must be the right one."""
     parsed = parse_segment_name(path.rpartition("/")[2])
     return parsed if parsed is not None and segment_path(*parsed) == path else None
+
+
+def is_temporary(path: str) -> bool:
+    """Whether a level wrote this file on the way to a final name: nobody else's file ending in .tmp is touched."""
+    return _is_ours(path, _TEMPORARY_TAIL) or path == CHOICES_NAME + TEMPORARY
+
+
+def is_quarantined(path: str) -> bool:
+    """Whether a level set this file aside."""
+    return _is_ours(path, _QUARANTINED_TAIL)
+
+
+def _is_ours(path: str, tail: re.Pattern[str]) -> bool:
+    final = tail.sub("", path)
+    return final != path and bool(parse_manifest_name(final) or parse_segment_path(final))

@@ -17,8 +17,8 @@ from strata.store.format import MAX_MANIFEST_BYTES, Manifest, decode_manifest, s
 from strata.store.names import (
     ARCHIVE_FOLDER,
     CHOICES_NAME,
-    QUARANTINED,
-    TEMPORARY,
+    is_quarantined,
+    is_temporary,
     parse_manifest_name,
     parse_segment_path,
     serial_in,
@@ -176,9 +176,9 @@ def _group(found: Walk) -> _Groups:
             groups.segments.append((*segment, path))
         elif parse_manifest_name(path):
             groups.manifests.append(path)
-        elif path.endswith(TEMPORARY):
+        elif is_temporary(path):
             groups.temporary.append(path)
-        elif path.endswith(QUARANTINED):
+        elif is_quarantined(path):
             groups.bad.append(path)
         elif path not in (LOCK_NAME, CHOICES_NAME):
             groups.other.append(path)

@@ -29,7 +29,6 @@ from strata.store.jobs import Begin, Job, JobThread
 from strata.store.level import Level
 from strata.store.names import segment_path
 from strata.store.reader import NotRead, not_read
-from strata.store.scan import Scan
 from strata.types import Key
 
 log = logging.getLogger(__name__)
@@ -267,9 +266,9 @@ class Writer:
         """Remove manifests, then segments, durably (see `Level.drop`)."""
         return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys, self._syncers)))
 
-    def remove_temporaries(self, scan: Scan) -> Future[Dropped | Failed]:
-        """Remove what dead writers left behind; give it before the first write."""
-        return self._submit(lambda: Dropped(bytes=self._level.remove_temporaries(scan)))
+    def remove_files(self, paths: Sequence[str]) -> Future[Dropped | Failed]:
+        """Remove files that no manifest names (see `Level.remove_files`)."""
+        return self._submit(lambda: Dropped(bytes=self._level.remove_files(paths)))
 
     def quarantine(self, key: Key, stage: int) -> Future[Quarantined | Failed]:
         """Set a damaged segment file aside."""

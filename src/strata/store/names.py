@@ -22,6 +22,7 @@ MAX_SERIAL = (1 << 53) - 1
 
 _MANIFEST = re.compile(r"strata-conv-(\d{8,16})\.meta")
 _SEGMENT = re.compile(r"([0-9a-f]{64})\.s(\d{1,2})\.seg")
+_CHECKPOINT = re.compile(r"([0-9a-f]{64})\.ckpt")
 
 
 def manifest_name(serial: int) -> str:
@@ -59,3 +60,16 @@ def parse_segment_path(path: str) -> tuple[Key, int] | None:
     """Like `parse_segment_name`, for a path relative to the level's directory, which must be the right one."""
     parsed = parse_segment_name(path.rpartition("/")[2])
     return parsed if parsed is not None and segment_path(*parsed) == path else None
+
+
+def checkpoint_path(key: Key) -> str:
+    """Relative to the level's directory, with forward slashes."""
+    name = key.hex()
+    return f"{SEGMENT_DIR}/{name[:2]}/{name}.ckpt"
+
+
+def parse_checkpoint_path(path: str) -> Key | None:
+    """The key, or None when `path` is not exactly what `checkpoint_path` gives for one."""
+    found = _CHECKPOINT.fullmatch(path.rpartition("/")[2])
+    key = Key(bytes.fromhex(found[1])) if found else None
+    return key if key is not None and checkpoint_path(key) == path else None

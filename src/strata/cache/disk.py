@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import msgspec
 
 from strata.cache.counters import LevelCounters
+from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
 from strata.cache.state import Conversation, LevelIndex
 from strata.store.format import Manifest
@@ -54,10 +55,10 @@ class DiskLevel:
         self._puts: set[Put] = set()
         # Segments that a put is writing: its ticket, and whether they became durable.
         self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
-        self._unusable: dict[Key, list[int]] = {}  # stages of segments whose files have a wrong size
+        # Stages of segments whose files have a wrong size.
+        self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
         self._dropping_bytes = 0
         self._failed_at: float | None = None
-        self._load(identity)
 
     def __repr__(self) -> str:
         return f"DiskLevel({self.level!r}, {self.index!r})"
@@ -69,36 +70,6 @@ class DiskLevel:
     @property
     def puts_under_way(self) -> int:
         return len(self._puts)
-
-    def _load(self, identity: bytes) -> None:
-        """Fill the index from the scan. Stale manifests serve up to their gap; foreign ones only age and take space."""
-        for key, files in self.scan.segments.items():
-            self.index.note_bytes(key, files.allocated_bytes)
-        for stored in self.scan.manifests:
-            self._load_manifest(stored.manifest, stored.allocated_bytes)
-        for stale in self.scan.stale:
-            if not self.limits.is_archive:  # which may keep manifests without their segments
-                log.warning("%s: manifest %d is stale: %s; it is kept", self.name, stale.serial, stale.reason)
-            if stale.manifest is not None and stale.manifest.identity == identity:
-                self._load_manifest(stale.manifest, stale.allocated_bytes)
-        for foreign in self.scan.foreign:
-            self.index.add_conversation(
-                Conversation.foreign(
-                    foreign.serial, foreign.keys, manifest_bytes=foreign.allocated_bytes, stamp_s=foreign.stamp_s
-                )
-            )
-
-    def _load_manifest(self, manifest: Manifest, allocated_bytes: int) -> None:
-        ids, n_stages = manifest.token_ids, len(manifest.stages)
-        for segment, expected in zip(manifest.segments, manifest.file_bytes, strict=True):
-            files = self.scan.segments.get(segment.key)
-            if files is None:
-                continue
-            if len(files.sizes) != n_stages or sum(size for _, size in files.sizes) != expected:
-                self._unusable[segment.key] = [stage for stage, _ in files.sizes]
-                continue
-            self.index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes)
-        self.index.add_conversation(_conversation(manifest, allocated_bytes))
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
@@ -128,16 +99,19 @@ class DiskLevel:
     # --------------------------------------------------------------------------------------------------------- writing
 
     def begin_put(self, manifest: Manifest, *, whole: bool) -> Put:
-        """Announce a write: its segments are leased, and room is made. `finish_put` must follow."""
-        keys = manifest.keys
-        missing = frozenset(key for key in keys if not self.index.holds(key) and key not in self._coming)
+        """Announce a write: what it names is leased, and room is made. `finish_put` must follow.
+
+        `Put.missing`: keys of segments and checkpoints alike; segments that have no files are never missing.
+        """
+        sizes = manifest.objects
+        coming = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
+        missing = frozenset(key for key in coming if not self.index.holds(key))
         if not self._tickets:
             self.writer.remove_temporaries(self.scan)
         self._tickets += 1
-        sizes = zip(keys, manifest.file_bytes, strict=True)
-        unwritten = {key: n_bytes for key, n_bytes in sizes if key in missing}
+        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
         put = Put(manifest=manifest, ticket=self._tickets, missing=missing, whole=whole, unwritten=unwritten)
-        self.index.lease(keys)
+        self.index.lease(tuple(sizes))
         for key in missing:
             self._coming[key] = put.ticket, asyncio.get_running_loop().create_future()
             for stage in self._unusable.pop(key, ()):
@@ -147,19 +121,24 @@ class DiskLevel:
         return put
 
     async def finish_put(self, put: Put, reached: int, stop_reason: str) -> PutOutcome:
-        """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`."""
+        """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`.
+
+        With them go the checkpoints up to their end that are here or written, which `Put.unwritten` says. An entry that
+        had checkpoints and has none left is not worth keeping.
+        """
         outcome = PutOutcome(durable=frozenset(), tokens=0, reason=stop_reason)
         try:
             named = await self._arrived(put, reached)
             reason = stop_reason if named == reached else "a segment it shares with another write was lost"
-            outcome = await self._commit(put, named, reason)
-            written = zip(put.manifest.keys[:reached], range(reached), strict=True)
-            self._drop_unnamed(key for key, i in written if i >= named and key in put.missing)
+            lost = await self._lost_checkpoints(put)
+            outcome = await self._commit(put, named, reason, lost)
+            written = (*put.manifest.keys[named:reached], *put.manifest.checkpoint_keys)
+            self._drop_unnamed(key for key in written if key in put.missing and key not in outcome.durable)
         finally:
             self._puts.discard(put)
             for key in put.missing:
                 self._coming.pop(key)[1].set_result(key in outcome.durable)
-            self.release(put.manifest.keys)
+            self.release(tuple(put.manifest.objects))
             self.make_room(0)
         return outcome
 
@@ -169,38 +148,52 @@ class DiskLevel:
         Waits for puts that began earlier only: a segment that was lost meanwhile may be coming again from a later one,
         which may be waiting for this one.
         """
-        for i, key in enumerate(put.manifest.keys[:reached]):
-            if key in put.missing:
-                continue
-            ticket, coming = self._coming.get(key, (put.ticket, None))
-            if coming is not None and ticket < put.ticket:
-                await asyncio.shield(coming)
-            if not self.index.holds(key):
+        for i, key in enumerate(put.manifest.keys[:reached] if put.manifest.stages else ()):
+            if key not in put.missing and not await self._is_here(put, key):
                 return i
         return reached
 
-    async def _commit(self, put: Put, named: int, reason: str) -> PutOutcome:
-        """Make the manifest of the first `named` segments durable."""
-        whole = named == len(put.manifest.keys)
-        if named == 0 or (put.whole and not whole):
+    async def _is_here(self, put: Put, key: Key) -> bool:
+        ticket, coming = self._coming.get(key, (put.ticket, None))
+        if coming is not None and ticket < put.ticket:
+            await asyncio.shield(coming)
+        return self.index.holds(key)
+
+    async def _lost_checkpoints(self, put: Put) -> set[int]:
+        """Positions of the checkpoints that cannot be named, by the rule of `_arrived`."""
+        lost: set[int] = set()
+        for entry, key in zip(put.manifest.checkpoints, put.manifest.checkpoint_keys, strict=True):
+            here = key not in put.unwritten if key in put.missing else await self._is_here(put, key)
+            if not here:
+                lost.add(entry.position)
+        return lost
+
+    async def _commit(self, put: Put, named: int, reason: str, lost: Collection[int]) -> PutOutcome:
+        """Make the manifest of the first `named` segments durable, without the checkpoints at the positions `lost`."""
+        whole = named == len(put.manifest.keys) and not lost
+        part = put.manifest.first(named).without_checkpoints(lost) if named else put.manifest
+        reason = reason or (f"{len(lost)} of its checkpoints were lost" if lost else "")
+        empty = named == 0 or (put.manifest.checkpoints and not part.checkpoints)
+        if empty or (put.whole and not whole):
             await asyncio.wrap_future(self.writer.abandon(put.ticket))
             self.note_disk()
             return PutOutcome(durable=frozenset(), tokens=0, reason=reason)
         now = self._clock()
         changes = {"serial": self.level.next_serial(), "stamp_s": now, "created_s": put.manifest.created_s or now}
-        manifest = msgspec.structs.replace(put.manifest.first(named), **changes)
+        manifest = msgspec.structs.replace(part, **changes)
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
             self._drop_unnamed(committed.left)
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
         self._record(manifest, committed.manifest_bytes, cut_short=not whole)
-        return PutOutcome(durable=frozenset(manifest.keys), tokens=manifest.n_tokens, reason="" if whole else reason)
+        return PutOutcome(durable=frozenset(manifest.objects), tokens=manifest.n_tokens, reason="" if whole else reason)
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""
         self.index.release(keys)
-        unused = (key for key in keys if self.index.bytes_of(key) and not self.index.is_leased([key]))
+        stored = (key for key in keys if self.index.bytes_of(key) or self.index.holds(key))
+        unused = (key for key in stored if not self.index.is_leased([key]))
         self._drop_unnamed(key for key in unused if key not in self._coming)
 
     def note_disk(self) -> None:
@@ -212,8 +205,10 @@ class DiskLevel:
         ids = manifest.token_ids
         for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
             self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
+        for checkpoint, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
+            self.index.add_checkpoint(key, checkpoint.file_bytes)
         longest = manifest.n_tokens if cut_short else None
-        entry = _conversation(manifest, manifest_bytes)
+        entry = conversation_of(manifest, manifest_bytes)
         if not self.limits.is_archive:
             self.supersede(entry, longest=longest)
         if not self.limits.is_archive and not cut_short:
@@ -231,7 +226,7 @@ class DiskLevel:
         committed = await asyncio.wrap_future(self.writer.commit(self._tickets, manifest))
         if not isinstance(committed, Committed):
             return committed.reason
-        self.index.add_conversation(_conversation(manifest, committed.manifest_bytes))
+        self.index.add_conversation(conversation_of(manifest, committed.manifest_bytes))
         self.let_go(self.index.oldest_beyond(manifest.conversation, self.limits.keep), "superseded")
         self.make_room(0)
         return ""
@@ -279,7 +274,7 @@ class DiskLevel:
             return
         oldest_s = self._clock() - self.limits.max_age_s
         old = [c for c in self.index.conversations() if c.stamp_s < oldest_s and c.serial not in self.moving]
-        self.let_go([c.serial for c in old if not self.index.is_leased(c.keys)], "age")
+        self.let_go([c.serial for c in old if not self.index.is_leased(c.objects)], "age")
 
     def let_go(self, serials: Iterable[int], why: Leaving) -> None:
         """Hand entries that must leave to whoever takes them."""
@@ -302,7 +297,7 @@ class DiskLevel:
     def begin_leaving(self, serial: int) -> None:
         """An entry is on its way to somewhere else; its bytes count as gone already."""
         entry = self.index.conversation(serial)
-        own = sum(self.index.bytes_of(key) for key in entry.keys if self.index.names_alone(key))
+        own = sum(self.index.bytes_of(key) for key in entry.objects if self.index.names_alone(key))
         self.moving[serial] = entry.manifest_bytes + own
 
     def end_leaving(self, serial: int, *, left: bool) -> None:
@@ -330,6 +325,13 @@ class DiskLevel:
             self.counters.quarantined += 1
             self.writer.quarantine(key, stage)
 
+    def set_aside_checkpoint(self, key: Key, *, damaged: bool) -> None:
+        """`set_aside` for a checkpoint."""
+        self.set_aside(key, None, damaged=damaged)
+        if damaged:
+            self.counters.quarantined += 1
+            self.writer.quarantine_checkpoint(key)
+
     def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
         """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""
         n_bytes = sum(self.index.conversation(serial).manifest_bytes for serial in serials)
@@ -354,16 +356,3 @@ class DiskLevel:
         self.reader.close()
         self.writer.close()
         self.level.close()
-
-
-def _conversation(manifest: Manifest, manifest_bytes: int) -> Conversation:
-    return Conversation(
-        serial=manifest.serial,
-        root=manifest.root,
-        conversation=manifest.conversation,
-        tokens=manifest.token_ids,
-        frontier=manifest.frontier or 0,
-        keys=manifest.keys,
-        manifest_bytes=manifest_bytes,
-        stamp_s=manifest.stamp_s,
-    )

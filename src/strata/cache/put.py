@@ -31,7 +31,8 @@ class DiskLimits:
 class Put:
     """A write under way. `manifest`: of all that is to be written; its serial and stamp are given at the commit.
 
-    `whole`: nothing less than all of it may become durable.
+    `missing`: keys of its segments and checkpoints that this write must bring. `unwritten`: those of them that are not
+    written yet, with their bytes. `whole`: nothing less than all of it may become durable.
     """
 
     manifest: Manifest

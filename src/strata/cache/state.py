@@ -55,6 +55,13 @@ class Conversation:
     keys: tuple[Key, ...]
     manifest_bytes: int
     stamp_s: float
+    checkpoints: tuple[tuple[int, Key], ...] = ()
+    """Position and key, ascending; those that can be used: `LevelIndex.usable_checkpoints`."""
+
+    @property
+    def objects(self) -> tuple[Key, ...]:
+        """All that it keeps on the level: segments, then checkpoints."""
+        return (*self.keys, *(key for _, key in self.checkpoints))
 
     @classmethod
     def foreign(cls, serial: int, keys: tuple[Key, ...], *, manifest_bytes: int, stamp_s: float) -> Conversation:
@@ -87,7 +94,8 @@ class LevelIndex:
 
     def __init__(self) -> None:
         self._segments: dict[Key, HeldSegment] = {}
-        self._bytes: dict[Key, int] = {}  # every segment on disk, usable or not
+        self._checkpoints: set[Key] = set()
+        self._bytes: dict[Key, int] = {}  # every segment and checkpoint on disk, usable or not
         self._conversations: dict[int, Conversation] = {}
         self._references: Counter[Key] = Counter()
         self._leases: Counter[Key] = Counter()
@@ -148,8 +156,13 @@ class LevelIndex:
         return (self._segments[best], best_shared) if best is not None else (None, 0)
 
     def holds(self, key: Key) -> bool:
-        """Whether the segment is durable and can be used."""
-        return key in self._segments
+        """Whether the segment or checkpoint is durable and can be used."""
+        return key in self._segments or key in self._checkpoints
+
+    def usable_checkpoints(self, serial: int) -> tuple[tuple[int, Key], ...]:
+        """Position and key of the checkpoints of a conversation that can be used, ascending."""
+        named = self._conversations[serial].checkpoints
+        return tuple((position, key) for position, key in named if key in self._checkpoints)
 
     def is_named(self, key: Key) -> bool:
         """Whether a stored conversation names the segment, usable or not."""
@@ -241,7 +254,7 @@ class LevelIndex:
     ) -> Eviction:
         """What must go so that `need_bytes` more fit the budget (rules/eviction.py). `rank` None spares an entry."""
         entries = (
-            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.keys, rank=order)
+            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.objects, rank=order)
             for c in self._conversations.values()
             if (order := rank(c)) is not None
         )
@@ -281,17 +294,22 @@ class LevelIndex:
         self._track_piece(segment.parent)
         self._track_piece(segment.key)
 
+    def add_checkpoint(self, key: Key, n_bytes: int) -> None:
+        """Record a durable checkpoint."""
+        self._bytes[key] = n_bytes
+        self._checkpoints.add(key)
+
     def add_conversation(self, conversation: Conversation) -> None:
-        """Record a durable manifest; the segments it names gain a reference."""
+        """Record a durable manifest; what it names gains a reference."""
         if conversation.serial in self._conversations:
             raise ValueError(f"serial {conversation.serial} is already in the index")
         self._conversations[conversation.serial] = conversation
-        self._references.update(conversation.keys)
+        self._references.update(conversation.objects)
         self._serials_by_conversation.setdefault(conversation.conversation, set()).add(conversation.serial)
         self._last_keys[conversation.keys[-1]] += 1
 
     def remove_conversations(self, serials: Sequence[int]) -> tuple[Key, ...]:
-        """Forget manifests; returns the unleased segments on disk that nothing names any more (they stay indexed)."""
+        """Forget manifests; returns what is on disk, unleased, and named by nothing any more (it stays indexed)."""
         loose: list[Key] = []
         for serial in serials:
             gone = self._conversations.pop(serial)
@@ -300,16 +318,17 @@ class LevelIndex:
             if not same:
                 del self._serials_by_conversation[gone.conversation]
             self._last_keys[gone.keys[-1]] -= 1
-            self._references.subtract(gone.keys)
-            loose.extend(key for key in gone.keys if key in self._bytes)
+            self._references.subtract(gone.objects)
+            loose.extend(key for key in gone.objects if key in self._bytes)
         self._references += Counter()
         self._last_keys += Counter()
         return tuple(key for key in dict.fromkeys(loose) if not self._references[key] and not self._leases[key])
 
     def remove_segments(self, keys: Iterable[Key]) -> None:
-        """Forget segments (deleted or set aside); conversations that name them are usable up to the gap."""
+        """Forget segments and checkpoints (deleted or set aside); conversations are usable up to the gap."""
         for key in keys:
             self._bytes.pop(key, None)
+            self._checkpoints.discard(key)
             held = self._segments.pop(key, None)
             if held is None:
                 continue
@@ -343,12 +362,12 @@ class LevelIndex:
     def check(self) -> list[str]:
         """Every inconsistency found, in words; empty when all is well."""
         wrong: list[str] = []
-        if Counter(key for c in self._conversations.values() for key in c.keys) != +self._references:
+        if Counter(key for c in self._conversations.values() for key in c.objects) != +self._references:
             wrong.append("reference counts differ from a recount over the conversations")
         if Counter(c.keys[-1] for c in self._conversations.values()) != +self._last_keys:
             wrong.append("the table of last keys differs from the conversations")
-        if not self._segments.keys() <= self._bytes.keys():
-            wrong.append("a usable segment has no size")
+        if not self._segments.keys() | self._checkpoints <= self._bytes.keys():
+            wrong.append("a usable segment or checkpoint has no size")
         children = Counter((h.segment.parent, h.key) for h in self._segments.values())
         if children != Counter((parent, key) for parent, pairs in self._children.items() for _, key in pairs):
             wrong.append("the children table differs from the segments")

@@ -172,14 +172,16 @@ class Writer:
         When the giver's file is at fault, the ticket fails with `giver` saying how, and the state of this level stays.
         """
         take = partial(self._level.adopt_segment, giver, key, stage, may_link=may_link)
-        return self._adopt(ticket, key, giver.root / segment_path(key, stage), take)
+        return self._adopt(ticket, key, giver.root / segment_path(key, stage), take, is_needed=True)
 
     def adopt_checkpoint(self, ticket: int, giver: Level, key: Key, *, may_link: bool) -> Future[Adopted | Failed]:
-        """`adopt_segment` for a checkpoint."""
+        """`adopt_segment` for a checkpoint; but what the giver cannot give does not fail the ticket."""
         take = partial(self._level.adopt_checkpoint, giver, key, may_link=may_link)
-        return self._adopt(ticket, key, giver.root / checkpoint_path(key), take)
+        return self._adopt(ticket, key, giver.root / checkpoint_path(key), take, is_needed=False)
 
-    def _adopt(self, ticket: int, key: Key, source: Path, take: Callable[[], PendingFile]) -> Future[Adopted | Failed]:
+    def _adopt(
+        self, ticket: int, key: Key, source: Path, take: Callable[[], PendingFile], *, is_needed: bool
+    ) -> Future[Adopted | Failed]:
         def work() -> Adopted | Failed:
             entry = self._tickets.setdefault(ticket, _Ticket())
             if entry.failed is not None:
@@ -190,7 +192,8 @@ class Writer:
             except (DamagedFile, OSError) as error:
                 if isinstance(error, OSError) and str(error.filename) != str(source):
                     raise  # it is this level that failed
-                return self._fail(ticket, replace(_failed(error), giver=not_read(error)))
+                failed = replace(_failed(error), giver=not_read(error))
+                return self._fail(ticket, failed) if is_needed else failed
             entry.files.append(file)
             return Adopted(bytes=file.size, linked=file.linked)
 

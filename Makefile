@@ -14,14 +14,15 @@ ifneq ($(filter x86_64 amd64,$(shell uname -m)),)
 export CMAKE_ARGS ?= -DGGML_NATIVE=OFF
 endif
 
-.PHONY: help serve test check crash docs bench-restart clean
+.PHONY: help serve test check crash docs bench-restart bench-park clean
 
 help:
 	@echo "make serve          install into $(VENV) and serve the bundled model with a durable cache (ARGS=... adds flags)"
 	@echo "make test           run the tests"
 	@echo "make check          formatting, lint, types, import rules, laws"
-	@echo "make crash          stop the store at every operation of the disk: nothing acknowledged is lost, nothing torn served"
+	@echo "make crash          proof of durability: every state that a power cut may leave, and 220 kills of the real server under load"
 	@echo "make bench-restart  measure what a restart costs with and without the cache"
+	@echo "make bench-park     measure what keeping conversations costs (ARGS=\"stall save\": parts of it) and saves"
 	@echo "make docs           write docs/flags.md and docs/errors.md anew"
 
 serve: $(VENV)/.installed-demo
@@ -46,6 +47,9 @@ docs: $(VENV)/.installed-dev
 
 bench-restart: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.restart $(ARGS)
+
+bench-park: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.park $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

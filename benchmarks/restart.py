@@ -10,40 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import mmap
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.capture import compare_capture
+from benchmarks.inprocess import Bench, say
 from benchmarks.process import Reply, ServerProcess, drop_page_cache, serving
 from benchmarks.text import prose
-from strata.cache.admission import Floors
-from strata.cache.cache import CacheLimits, ConversationCache
-from strata.cache.capturing import AHEAD, block_lengths
+from strata.cache.entries import Conversation
 from strata.cache.parking import ParkJob
-from strata.cache.put import DiskLimits
-from strata.cache.state import Conversation, LevelIndex
-from strata.engine.client import EngineClient
-from strata.engine.protocol import Delta, EngineSettings, Run, Sampling, pack_tokens, unpack_tokens
+from strata.cache.state import LevelIndex
 from strata.rules import prefix
-from strata.serve.wiring import find_model
-from strata.store.arena import Arena
-from strata.store.level import Level
-from strata.store.memory import available_memory
-from strata.types import MIB, Span, Tokens
 
 RUNS = 3
 TWIN_TOKENS = 80
 Messages = list[dict[str, str]]
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- over HTTP
@@ -110,96 +96,11 @@ def bytes_per_token(server: ServerProcess) -> int:
 # ------------------------------------------------------------------------------------------------------ in this process
 
 
-class Bench:
-    """One engine on one level, used without HTTP."""
-
-    def __init__(self, folder: Path, flash_attention: str) -> None:
-        self.arena = Arena(768 * MIB)
-        self.arena.reserve(384 * MIB)
-        settings = EngineSettings(model_path=str(find_model("demo")), slots=1, flash_attention=flash_attention)
-        self.engine = EngineClient(settings, self.arena)
-        self.level = Level.open(folder)
-        self.cache: ConversationCache | None = None
-
-    async def __aenter__(self) -> Bench:
-        await self.engine.start()
-        self.cache = ConversationCache(
-            engine=self.engine,
-            arena=self.arena,
-            limits=CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target="disk"),
-            levels=[(self.level, DiskLimits(budget_bytes=4096 * MIB))],
-            memory=available_memory,
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.engine.close()
-        if self.cache is not None:
-            self.cache.close()
-        self.arena.close()
-
-    async def generate(self, tokens: Tokens, keep: int, n: int) -> Tokens:
-        """Greedy continuation of `tokens`, of which the slot holds the first `keep`."""
-        command = Run(
-            request=0,
-            slot=0,
-            keep=keep,
-            tokens=pack_tokens(tokens),
-            sampling=Sampling(temperature=0.0),
-            max_tokens=n,
-            limit=self.engine.info.context,
-            ignore_eos=True,
-        )
-        made = [unpack_tokens(event.tokens) async for event in self.engine.run(command) if isinstance(event, Delta)]
-        return np.concatenate(made)
-
-    def spans(self, n_tokens: int) -> list[tuple[int, int, tuple[Span, ...]]]:
-        """Arena spans for the first `n_tokens` of the slot, block by block."""
-        ranges = prefix.blocks(0, n_tokens, self.engine.info.block_tokens)
-        found = []
-        for start, end in ranges:
-            spans = tuple(self.arena.alloc(length) for length in block_lengths(self.engine, end - start))
-            assert all(span is not None for span in spans), "the benchmark's arena is too small"
-            found.append((start, end, tuple(span for span in spans if span is not None)))
-        return found
-
-    async def capture_all(self, blocks: list[tuple[int, int, tuple[Span, ...]]]) -> float:
-        """Seconds to capture every block, pipe included, as many sent ahead as a park does."""
-        ahead = asyncio.Semaphore(AHEAD)
-
-        async def capture(start: int, end: int, spans: tuple[Span, ...]) -> None:
-            async with ahead:
-                done = await self.engine.capture(0, start, end, spans)
-                assert done.ok, done.reason
-
-        began = time.perf_counter()
-        await asyncio.gather(*(capture(*block) for block in blocks))
-        return time.perf_counter() - began
-
-    def payloads(self, blocks: list[tuple[int, int, tuple[Span, ...]]]) -> list[memoryview]:
-        info = self.engine.info
-        return [
-            self.arena.view(span)[info.head_room : info.head_room + stage.payload_bytes(end - start)]
-            for start, end, spans in blocks
-            for span, stage in zip(spans, info.stages, strict=True)
-        ]
-
-    async def state_bytes(self, n_tokens: int) -> list[bytes]:
-        blocks = self.spans(n_tokens)
-        await self.capture_all(blocks)
-        state = [bytes(payload) for payload in self.payloads(blocks)]
-        for _, _, spans in blocks:
-            for span in spans:
-                self.arena.free(span)
-        return state
-
-
 async def in_process(folder: Path) -> dict[str, object]:
     """Bytes and tokens equal after park and restore; capture against memcpy."""
-    async with Bench(folder, "auto") as bench:
-        assert bench.cache is not None
+    async with Bench(folder) as bench:
         flash = "on" if bench.engine.info.flash_attention else "off"
-        prompt = unpack_tokens((await bench.engine.prepare(text=prose(365, seed=3))).tokens)
+        prompt = await bench.tokens_of(prose(365, seed=3))
         say(f"in this process: reading {len(prompt)} tokens, flash attention {flash}")
         reply = await bench.generate(prompt, 0, 16)
         held = np.concatenate([prompt, reply])[:-1]
@@ -209,11 +110,10 @@ async def in_process(folder: Path) -> dict[str, object]:
         assert parking is not None and await parking.run()
         before = await bench.state_bytes(len(held))
         capture_vs_memcpy = await compare_capture(bench, len(held))
-        more = unpack_tokens((await bench.engine.prepare(text=" And then, which note comes last?")).tokens)
+        more = await bench.tokens_of(" And then, which note comes last?")
         next_turn = np.concatenate([held, more])
         twin = await bench.generate(next_turn, len(held), TWIN_TOKENS)
-    async with Bench(folder, flash) as bench:
-        assert bench.cache is not None
+    async with Bench(folder, flash_attention=flash) as bench:
         match = bench.cache.lookup(root, next_turn, beyond=1)
         assert match is not None
         restored = await bench.cache.restore(0, match, 0)
@@ -226,36 +126,6 @@ async def in_process(folder: Path) -> dict[str, object]:
         "capture_vs_memcpy": capture_vs_memcpy,
         "restore_gb_s": restored.n_bytes / restored.seconds / 1e9,
     }
-
-
-async def compare_capture(bench: Bench, n_tokens: int) -> float:
-    """Rate of capture into touched arena memory / rate of memcpy of the same blocks, medians of alternating runs.
-
-    The copies come from ordinary memory, in pages as small as the arena's; numpy would take large ones for itself.
-    """
-    blocks = bench.spans(n_tokens)
-    views = [np.frombuffer(payload, np.uint8) for payload in bench.payloads(blocks)]
-    sources = [np.frombuffer(mmap.mmap(-1, len(view)), np.uint8) for view in views]
-    for source, view in zip(sources, views, strict=True):
-        np.copyto(source, view)
-    captures, copies = [], []
-    for run in range(7):
-        for copying in (True, False) if run % 2 else (False, True):
-            if not copying:
-                captures.append(await bench.capture_all(blocks))
-                continue
-            began = time.perf_counter()
-            for view, source in zip(views, sources, strict=True):
-                np.copyto(view, source)
-            copies.append(time.perf_counter() - began)
-    size = sum(map(len, sources))
-    capture_s, copy_s = statistics.median(captures), statistics.median(copies)
-    say(f"{size / MIB:.0f} MiB: capture {size / capture_s / 1e9:.1f} GB/s, memcpy {size / copy_s / 1e9:.1f} GB/s")
-    del views
-    for _, _, spans in blocks:
-        for span in spans:
-            bench.arena.free(span)
-    return copy_s / capture_s
 
 
 # --------------------------------------------------------------------------------------------------------------- lookup

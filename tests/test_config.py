@@ -263,6 +263,18 @@ def test_an_unknown_environment_variable_is_a_warning() -> None:
     assert config.port == 8080
 
 
+@pytest.mark.parametrize(("text", "is_on"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_ladder_is_switched_on_by_the_environment(text: str | None, is_on: bool) -> None:
+    config = load(DEMO, {} if text is None else {"STRATA_RESTORE_LADDER": text})
+    assert config.restore_ladder is is_on
+    assert not config.warnings
+
+
+def test_a_ladder_that_is_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match="STRATA_RESTORE_LADDER is 'yes'"):
+        load(DEMO, {"STRATA_RESTORE_LADDER": "yes"})
+
+
 def test_a_directory_without_a_budget_is_a_warning_that_names_both() -> None:
     config = load(flags(conversation_cache_spill_dir="/d", conversation_cache_disk_mib="0"), {})
     assert config.cold_dir_in_use is None
@@ -493,3 +505,15 @@ def test_what_is_shown_can_be_given_back() -> None:
     config = load(cache(**COLD, **WARM, mib="5", archive_mode="ids", park="auto"), {})
     again = {name: [text] for name, text in config.public().items() if text and name != "api-key"}
     assert load(again, {}) == config
+
+
+@pytest.mark.parametrize("path", ["/a", "/a/b", "/"])
+@pytest.mark.parametrize("level", ["cold_dir", "warm_dir", "archive_dir"])
+def test_sessions_lie_in_no_level(level: str, path: str) -> None:
+    assert "--slot-save-path" in message_of(cache(**{level: "/a"}) | flags(slot_save_path=path))
+
+
+def test_a_reserve_without_a_folder_is_a_warning() -> None:
+    assert load(flags(slot_save_path="/s", session_min_free_mib="1"), {}).warnings == ()
+    warning = "--session-min-free-mib 1 is not used: --slot-save-path is empty"
+    assert load(flags(session_min_free_mib="1"), {}).warnings == (warning,)

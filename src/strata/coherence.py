@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from strata.config import Config
+from strata.config import SESSION_MIN_FREE_MIB, Config
 from strata.errors import ConfigError
 
 _FLOAT_KV_TYPES = ("f32", "f16", "bf16")
@@ -70,11 +70,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_directories(config: Config) -> None:
-    """Every level and the archive count, scan and lock a directory of their own, whether it is in use now or not."""
+    """Every level and the archive count, scan and lock a directory of their own, whether it is in use now or not; what
+    people save lies in none of them."""
     cold = (f"{_COLD}-dir", config.conversation_cache_cold_dir)
     warm = (f"{_WARM}-dir", config.conversation_cache_warm_dir)
     archive = (f"{_ARCHIVE}-dir", config.conversation_cache_archive_dir)
-    for (flag, given), (other_flag, other_given) in ((warm, cold), (archive, cold), (archive, warm)):
+    sessions = ("--slot-save-path", config.slot_save_path)
+    pairs = ((warm, cold), (archive, cold), (archive, warm), (sessions, cold), (sessions, warm), (sessions, archive))
+    for (flag, given), (other_flag, other_given) in pairs:
         if given is None or other_given is None:
             continue
         one, other = Path(os.path.realpath(given)), Path(os.path.realpath(other_given))
@@ -99,6 +102,8 @@ def _useless(config: Config) -> Iterator[str]:
             yield f"{level}-dir {folder} is not used: {level}-mib is 0"
     if config.conversation_cache_warm_mib and config.conversation_cache_warm_dir is None:
         yield f"{_WARM}-mib {config.conversation_cache_warm_mib} is not used: {_WARM}-dir is empty"
+    if config.slot_save_path is None and config.session_min_free_mib != SESSION_MIN_FREE_MIB:
+        yield f"--session-min-free-mib {config.session_min_free_mib} is not used: --slot-save-path is empty"
     no_disk = f"no level on disk is in use ({_COLD}-dir or {_WARM}-dir, with a budget)"
     if config.conversation_cache_park == "disk" and config.last_dir_in_use is None:
         yield f"--conversation-cache-park disk acts as ram: {no_disk}"

@@ -29,7 +29,13 @@ from strata.settings import (
 )
 
 ENV_PREFIX = "STRATA_"
-ENVIRONMENT_ONLY = {"STRATA_NO_LARGEPAGES": "1 = do not ask the system for large memory pages"}
+RESTORE_LADDER = "STRATA_RESTORE_LADDER"
+ENVIRONMENT_ONLY = {
+    "STRATA_NO_LARGEPAGES": "1 = do not ask the system for large memory pages",
+    RESTORE_LADDER: "1 = when part of a stored conversation is damaged, use what is sound of it and of others; "
+    "0 or unset = set it aside and read the prompt again",
+}
+SESSION_MIN_FREE_MIB = 4096
 _MIB = whole(0, 1 << 30)
 _TOKENS = whole(0, 2**31 - 1)
 _DAYS = whole(0, 36500)
@@ -66,6 +72,9 @@ class Config:
     )
     threads: int | None = field(default=None, metadata=_is(whole(1, 1024, auto=True), "CPU threads of llama.cpp"))
     gpu_layers: int | None = field(default=None, metadata=_is(whole(0, 9999, auto=True), "layers kept on the GPU"))
+    batch_size: int = field(
+        default=512, metadata=_is(whole(32, 512), "most prompt tokens read in one step; slow machines read fewer")
+    )
     turn_token: str = field(
         default="auto", metadata=_is(TURN_TOKEN, "token that opens a turn; auto = found from the chat template")
     )
@@ -150,6 +159,16 @@ class Config:
     conversation_cache_reserve_mib: int = field(
         default=0, metadata=_is(_MIB, "MiB of memory taken for conversations before the model is loaded")
     )
+    slot_save_path: Path | None = field(
+        default=None,
+        metadata=_is(FOLDER, "directory that POST /slots saves to and restores from; empty = off"),
+    )
+    session_min_free_mib: int = field(
+        default=SESSION_MIN_FREE_MIB,
+        metadata=_is(_MIB, "MiB that a saved slot must leave free on the disk of --slot-save-path"),
+    )
+    restore_ladder: bool = False
+    """Only from the environment (RESTORE_LADDER)."""
     warnings: tuple[str, ...] = ()
 
     @property

@@ -48,6 +48,12 @@ class ContextOverflow(BadRequest):
     code = "context_length_exceeded"
 
 
+class SessionRefused(BadRequest):
+    """A session file is damaged, of another model or K/V layout, or too long for this server; `field` says which."""
+
+    code = "session_refused"
+
+
 class Unauthorized(StrataError):
     """No API key, or a wrong one."""
 
@@ -55,11 +61,39 @@ class Unauthorized(StrataError):
     code = "invalid_api_key"
 
 
+class Forbidden(StrataError):
+    """A page of another site, a host name that is not this server's, or a slot that another API key uses."""
+
+    status = 403
+    code = "forbidden"
+
+
 class NotFound(StrataError):
-    """No such route or model."""
+    """No such route, model, slot or session."""
 
     status = 404
     code = "not_found"
+
+
+class NotSupported(StrataError):
+    """What was asked for is switched off, or this model cannot do it."""
+
+    status = 501
+    code = "not_supported"
+
+
+class NoMemory(StrataError):
+    """Physical memory does not admit it now (the floors of the conversation cache); it can be sent again."""
+
+    status = 503
+    code = "insufficient_memory"
+
+
+class DiskRefused(StrataError):
+    """The disk is full, would be too full, or failed; nothing was left behind."""
+
+    status = 507
+    code = "insufficient_storage"
 
 
 class EngineGone(StrataError):

@@ -16,7 +16,7 @@ from typing import Any
 import platformdirs
 
 from strata.coherence import coherent
-from strata.config import ENV_PREFIX, ENVIRONMENT_ONLY, SETTINGS, Config, env_name
+from strata.config import ENV_PREFIX, ENVIRONMENT_ONLY, RESTORE_LADDER, SETTINGS, Config, env_name
 from strata.errors import ConfigError
 from strata.settings import KEY
 
@@ -61,7 +61,16 @@ def load(flags: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Conf
     # Asking for a budget is asking for the level: it gets the platform's data directory (DESIGN §6).
     if values.get("conversation_cache_cold_mib") and values.get("conversation_cache_cold_dir") is None:
         values["conversation_cache_cold_dir"] = Path(platformdirs.user_data_dir("strata")) / "conversations"
+    values["restore_ladder"] = _switch(environ, RESTORE_LADDER)
     return coherent(Config(**values, warnings=tuple(warnings)))
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    """A setting that only the environment has: 1 or 0; unset and empty are 0."""
+    text = environ.get(name, "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{name} is {text!r}: it must be 0 or 1", field=name)
+    return text == "1"
 
 
 def _settle(given: Iterable[_Given]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.cache.state import NO_MATCH, Conversation, LevelIndex
+from strata.cache.entries import NO_MATCH, Conversation
+from strata.cache.state import LevelIndex
 from strata.rules import prefix
 from strata.rules.prefix import chain, cuts, shared_prefix
 from strata.types import Key, Segment, Tokens

@@ -10,10 +10,12 @@ import json
 import sys
 from collections.abc import Callable
 
+from tests.crash.kills import kills
 from tests.crash.power_cuts import power_cuts
 
-PARTS: tuple[Callable[[], dict[str, int]], ...] = (power_cuts,)
-COUNTS_OF_WORK = ("states", "kills")  # every other figure must be 0
+PARTS: tuple[Callable[[], dict[str, int]], ...] = (power_cuts, kills)
+# Every other figure must be 0.
+COUNTS_OF_WORK = ("states", "kills", "engine_kills", "restored_segments", "acknowledged", "drops")
 
 
 def main() -> int:

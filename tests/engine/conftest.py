@@ -15,8 +15,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "500")  # before libgomp is loaded: as i
 from tests.engine.rig import Rig
 from tests.engine.tiny_models import write_tiny_models
 
-from strata.engine.llama import Context, ContextShape, Model
+from strata.engine.llama import Context, Model
 from strata.engine.protocol import EngineSettings
+from strata.engine.values import ContextShape
 
 MakeContext = Callable[..., Context]
 

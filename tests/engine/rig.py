@@ -16,10 +16,12 @@ import numpy as np
 from strata.engine.client import EngineClient
 from strata.engine.protocol import (
     Delta,
+    Done,
     EngineInfo,
     EngineSettings,
     Finished,
     Generation,
+    Held,
     Loading,
     Progress,
     Run,
@@ -29,7 +31,7 @@ from strata.engine.protocol import (
 )
 from strata.errors import EngineGone
 from strata.store.arena import Arena
-from strata.types import MIB, Span, Tokens, pad_to_page
+from strata.types import BLOCK_BYTES, MIB, Span, Tokens, pad_to_page
 
 _T = TypeVar("_T")
 GREEDY = Sampling(temperature=0)
@@ -51,6 +53,7 @@ class Reply:
     text: str
     finished: Finished
     progress: list[Progress]
+    held: list[Held]
 
 
 class Rig:
@@ -169,21 +172,45 @@ class Rig:
         room = self.info.head_room
         return b"".join(bytes(self.arena.view(span)[room:]) for span in block.spans)
 
+    def capture_checkpoint(self, checkpoint: int, total: int) -> list[Span]:
+        """A held checkpoint, block by block; it is released."""
+        spans = []
+        for offset in range(0, total, BLOCK_BYTES):
+            span = self.arena.alloc(self.info.head_room + pad_to_page(min(BLOCK_BYTES, total - offset)))
+            assert span is not None, "the rig's arena is too small"
+            self._spans.append(span)
+            spans.append(span)
+            done = self.do(self.client.capture_checkpoint(checkpoint, offset, span))
+            assert done.ok, done
+        assert self.do(self.client.release_checkpoint(checkpoint)).ok
+        return spans
+
+    def apply_checkpoint(self, slot: int, position: int, total: int, spans: Sequence[Span]) -> Done:
+        for i, span in enumerate(spans):
+            offset = i * BLOCK_BYTES
+            done = self.do(self.client.apply_checkpoint(slot, position=position, offset=offset, total=total, span=span))
+        return done
+
+    def bytes_of(self, spans: Sequence[Span]) -> list[bytes]:
+        return [bytes(self.arena.view(span)[self.info.head_room :]) for span in spans]
+
     def payloads(self, blocks: Sequence[Block]) -> list[bytes]:
         return [self.payload(block) for block in blocks]
 
 
 async def collect(generation: Generation) -> Reply:
     tokens: list[int] = []
-    text, progress, finished = "", [], None
+    text, progress, held, finished = "", [], [], None
     async for event in generation:
         if isinstance(event, Delta):
             tokens += unpack_tokens(event.tokens).tolist()
             text += event.text
         elif isinstance(event, Progress):
             progress.append(event)
+        elif isinstance(event, Held):
+            held.append(event)
         else:
             finished = event
             text += event.text
     assert finished is not None
-    return Reply(tokens, text, finished, progress)
+    return Reply(tokens, text, finished, progress, held)

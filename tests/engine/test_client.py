@@ -298,13 +298,53 @@ def test_bytes_survive_the_process_in_every_configuration(
         rig.close()
 
 
-def test_a_model_that_is_not_cut_still_serves(runner: asyncio.Runner, tiny_paths: dict[str, Path]) -> None:
-    """Hybrid memory: no blocks; a prompt that extends what the slot holds is continued, any other read from 0."""
+@pytest.mark.parametrize("name", ["gemma3", "qwen35", "lfm2_window", "mamba"])
+def test_memory_that_cannot_be_cut_survives_the_process(
+    runner: asyncio.Runner, tiny_paths: dict[str, Path], name: str
+) -> None:
+    """Checkpoints on the way and at the end; then a new process goes on at each of them."""
+    settings = EngineSettings(
+        model_path=str(tiny_paths[name]), slots=2, context=512, flash_attention="off", read_chunk=64
+    )
+    rig = Rig(settings, runner, arena_mib=64)
+    rig.start()
+    try:
+        tokens = (np.arange(150) * 7 % 2000).astype(np.int32)
+        reply = rig.generate(tokens, max_tokens=6, ignore_eos=True, checkpoints=(70, 128, 149), hold_end=True)
+        assert [event.held for event in reply.progress] == [64, 70, 128, 149, 150]
+        assert [event.position for event in reply.held] == [70, 128, 149, 155] and all(h.checkpoint for h in reply.held)
+        every = np.concatenate([tokens, np.array(reply.tokens, np.int32)])
+        blocks = [rig.capture(0, 0, 155)] if rig.info.stages else []
+        parked = {
+            held.position: (rig.capture_checkpoint(held.checkpoint, held.payload_bytes), held.payload_bytes)
+            for held in reply.held
+        }
+        rig.kill()
+        rig.do(rig.client.wait_ready())
+        for position in (155, 149, 128, 70):
+            spans, total = parked[position]
+            rig.do(rig.client.trim(0, 0))
+            rig.restore(0, blocks, every)
+            done = rig.apply_checkpoint(0, position, total, spans)
+            assert done.ok and done.held == position, done
+            again = rig.do(rig.client.hold(0))
+            assert rig.bytes_of(rig.capture_checkpoint(again.checkpoint, again.payload_bytes)) == rig.bytes_of(spans)
+        spans, total = parked[149]
+        rig.do(rig.client.trim(1, 0))
+        rig.restore(1, blocks, every)
+        assert rig.apply_checkpoint(1, 149, total, spans).ok
+        assert rig.generate(tokens, slot=1, keep=149, max_tokens=6, ignore_eos=True).tokens == reply.tokens
+    finally:
+        rig.close()
+
+
+def test_memory_that_cannot_be_cut_says_so(runner: asyncio.Runner, tiny_paths: dict[str, Path]) -> None:
+    """Hybrid memory: a prompt that extends what the slot holds is continued, any other read from 0."""
     settings = EngineSettings(model_path=str(tiny_paths["qwen35"]), slots=2, context=512, flash_attention="on")
     rig = Rig(settings, runner, arena_mib=1)
     rig.start()
     try:
-        assert rig.info.mode == "opaque" and "hybrid" in rig.info.mode_reason and rig.info.stages == ()
+        assert rig.info.mode == "checkpoints" and "hybrid" in rig.info.mode_reason and not rig.info.cuttable
         tokens = (np.arange(60) * 7 % 2000).astype(np.int32)
         first = rig.generate(tokens, max_tokens=6, ignore_eos=True)
         longer = np.concatenate([tokens, np.array([*first.tokens, 9, 8], np.int32)])
@@ -314,8 +354,9 @@ def test_a_model_that_is_not_cut_still_serves(runner: asyncio.Runner, tiny_paths
         assert not refused.ok and refused.held == more.finished.held and "cannot be cut" in refused.reason
         assert rig.do(rig.client.trim(0, 0)).ok
         assert rig.generate(tokens, max_tokens=6, ignore_eos=True).tokens == first.tokens
-        with pytest.raises(Exception, match="cannot be moved"):
-            rig.do(rig.client.capture(0, 0, 10, ()))
+        with pytest.raises(Exception, match="checkpoints"):
+            rig.generate(tokens, checkpoints=(61,))
+        assert rig.do(rig.client.release_checkpoint(7)).reason == "checkpoint 7 is not held"
         with pytest.raises(Exception, match="cannot be cut"):
             rig.generate(tokens, keep=10)
     finally:

@@ -15,7 +15,7 @@ from strata.engine.fake import FakeEngine
 from strata.engine.protocol import Engine, Run, Sampling, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, EngineGone, RunError
 from strata.store.arena import Arena
-from strata.types import MIB, Span, Tokens
+from strata.types import BLOCK_BYTES, MIB, PAGE, Span, Tokens, pad_to_page
 
 TOKENS: Tokens = np.arange(100, dtype=np.int32) + 20
 
@@ -118,3 +118,36 @@ def test_prompts(engine: FakeEngine) -> None:
     assert do(engine.detokenize(tokens)) == "user\nhälloassistant\n"
     with pytest.raises(BadRequest):
         do(engine.prepare(messages_json=b"{"))
+
+
+@pytest.mark.parametrize("memory", ["checkpoints", "recurrent", "opaque"])
+def test_checkpoints(memory: str) -> None:
+    async def scene() -> None:
+        engine = FakeEngine(Arena(128 * MIB, pretouch=False), stages=2, memory=memory, checkpoint_bytes=BLOCK_BYTES + 9)
+        asked = msgspec.structs.replace(command(TOKENS), checkpoints=(40, 99), hold_end=True)
+        first = await collect(engine.run(asked))
+        assert [h.position for h in first.held] == [40, 99, 109] and not (await engine.trim(0, 50)).ok
+        rows = spans(engine)
+        if rows:
+            assert (await engine.capture(0, 0, 99, rows)).ok
+        held, sizes = first.held[1], (BLOCK_BYTES, 9)
+        blocks = [engine._arena.alloc(PAGE + pad_to_page(size)) for size in sizes]
+        for i, span in enumerate(blocks):
+            assert span is not None
+            assert (await engine.capture_checkpoint(held.checkpoint, i * BLOCK_BYTES, span)).held == 99
+        assert (await engine.release_checkpoint(held.checkpoint)).ok
+        if rows:
+            place = {"start": 0, "end": 99, "from_": 0, "upto": 99, "spans": rows, "tokens": TOKENS[:99]}
+            assert (await engine.apply(1, **place)).ok and not (await engine.trim(1, 99)).ok
+        for i, span in enumerate(blocks):
+            assert span is not None
+            where = {"position": 99, "offset": i * BLOCK_BYTES, "total": held.payload_bytes}
+            assert (await engine.apply_checkpoint(1, span=span, **where)).ok
+        assert (await reply(engine, TOKENS, slot=1, keep=99)).tokens == first.tokens
+        assert engine.wrong_restores == 0
+        assert (await engine.fork(0, 1, 40, first.held[0].checkpoint)).held == 40
+        for _ in range(2):
+            assert (await engine.hold(0)).ok
+        assert "no spare" in (await engine.hold(0)).reason
+
+    do(scene())

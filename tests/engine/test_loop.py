@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,10 +47,9 @@ def run(request: int, slot: int, n: int = 130, max_tokens: int = 4) -> Run:
 class Stage:
     """A loop whose commands are all there before it starts; it ends behind the last of them."""
 
-    def __init__(self, path: Path, *, slots: int = 3) -> None:
-        settings = EngineSettings(
-            model_path=str(path), slots=slots, context=256, flash_attention="on", threads=1, read_chunk=64
-        )
+    def __init__(self, path: Path, *, slots: int = 3, **options: Any) -> None:
+        options = {"read_chunk": 64, "agenda": True, "context": 256, **options}
+        settings = EngineSettings(model_path=str(path), slots=slots, flash_attention="on", threads=1, **options)
         self.served = load(settings, None, lambda stage, done: None)
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.events: list[Event] = []
@@ -108,7 +108,7 @@ def test_a_really_full_pool(tiny_paths: dict[str, Path]) -> None:
         served.context.feed(2, [1] * 60, 0)  # a sequence that nobody will free
         served.context.feed(1, [1] * 60, 0)
         slots = Slots(served.context, 1, 4000, cuttable=True)
-        stage.loop._slots = slots
+        stage.loop._slots = stage.loop._jobs._slots = slots
         prompt = np.tile(PROMPT, 6)[:700]
         command = Run(
             request=1,

@@ -311,8 +311,8 @@ def test_stages_follow_the_layers_a_cache_holds(make_context: MakeContext) -> No
     assert fmt.sections(shapes[1], 2) == (slice(0, 24 + 60), slice(36 + 120, 36 + 120 + 24 + 6))
 
 
-def test_only_one_attention_cache_has_ranges(make_context: MakeContext) -> None:
-    for name in ("gemma3", "qwen35", "mamba"):
+def test_memory_without_attention_rows_has_no_ranges(make_context: MakeContext) -> None:
+    for name in ("lfm2_window", "mamba"):
         context = make_context(name)
         context.feed(0, TOKENS[:5], 0)
         state, cells = recognise(context.state(0), context.layout)

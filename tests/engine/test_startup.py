@@ -10,10 +10,11 @@ import pytest
 from tests.engine.conftest import MakeContext
 
 from strata.engine import measure, startup
-from strata.engine.llama import Context, ContextShape, Model
+from strata.engine.llama import Context, Model
 from strata.engine.measure import FlashChoice, Times, choose_flash_attention, decide
 from strata.engine.protocol import EngineSettings
 from strata.engine.startup import Served, load
+from strata.engine.values import ContextShape
 from strata.errors import ModelError
 
 Serve = Callable[..., Served]
@@ -40,11 +41,11 @@ def served(tiny_paths: dict[str, Path]) -> Iterator[Serve]:
     ("name", "mode", "reason"),
     [
         ("qwen2vl", "segments", "gave equal bytes"),
-        ("gemma3", "opaque", "sliding-window"),
-        ("qwen35", "opaque", "hybrid"),
-        ("lfm2", "opaque", "hybrid"),
-        ("lfm2_window", "opaque", "hybrid"),
-        ("mamba", "opaque", "recurrent"),
+        ("gemma3", "checkpoints", "sliding window"),
+        ("qwen35", "checkpoints", "hybrid"),
+        ("lfm2", "checkpoints", "hybrid"),
+        ("lfm2_window", "checkpoints", "hybrid"),
+        ("mamba", "checkpoints", "recurrent"),
     ],
 )
 @pytest.mark.parametrize("flash_attention", ["on", "off"])
@@ -53,7 +54,9 @@ def test_the_mode_of_every_kind_of_memory(
 ) -> None:
     info = served(name, flash_attention=flash_attention).info
     assert info.mode == mode and reason in info.mode_reason
-    assert bool(info.stages) == bool(info.block_tokens) == (mode == "segments")
+    assert info.cuttable == (mode == "segments") == (info.checkpoint_bytes == 0) == (info.spare_checkpoints == 0)
+    has_rows = name not in ("mamba", "lfm2_window")  # of the latter every layer that attends slides
+    assert bool(info.stages) == bool(info.block_tokens) == bool(info.row_layers) == has_rows
 
 
 def test_the_self_test_leaves_nothing_behind(served: Serve) -> None:
@@ -80,8 +83,8 @@ def test_the_default_context_is_the_models_own(served: Serve) -> None:
 
 
 def test_the_default_context_fits_the_ram(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_physical_ram", lambda: 4 * 2 * 640 * 1000)
-    assert served("qwen2vl", context=None).info.context == 768  # 1000 tokens of 640 bytes, in steps of 256
+    monkeypatch.setattr(startup, "_physical_ram", lambda: 4 * 2 * 1280 * 1000)
+    assert served("qwen2vl", context=None).info.context == 768  # 1000 tokens of 1280 bytes, in steps of 256
     monkeypatch.setattr(startup, "_physical_ram", lambda: 1)
     assert served("qwen2vl", context=None).info.context == 256
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-EMBED, FEED, HEADS, HEAD_DIM = 64, 96, 4, 16
-ROPE_SECTIONS = [2, 3, 3, 0]
+EMBED, FEED, HEADS, HEAD_DIM = 128, 96, 4, 32  # heads of 32: quantised K and V come in blocks of 32
+ROPE_SECTIONS = [4, 6, 6, 0]
 VOCABULARY = 2048  # of the borrowed one: enough for any test, and keeps the files small
 
 

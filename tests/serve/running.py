@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -42,10 +42,11 @@ def wait_for(look: Callable[[], T], what: str, within_s: float = SOON_S) -> T:
         time.sleep(_POLL_S)
 
 
-def command(*flags: str) -> list[str]:
+def command(*flags: str, program: str = "strata.cli.main") -> list[str]:
     """The command line of a server on a free port that starts fast: a small context and no measuring."""
-    fast = ("--model=demo", "--port=0", "--context=2048", "--flash-attention=on")
-    return [sys.executable, "-m", "strata.cli.main", "serve", *fast, *flags]
+    # Batches of one size whatever the load, and one choice of kernel: greedy replies of two servers can be compared.
+    fast = ("--model=demo", "--port=0", "--context=2048", "--flash-attention=on", "--batch-size=64")
+    return [sys.executable, "-m", program, "serve", *fast, *flags]
 
 
 def refusal(*flags: str) -> tuple[int, str]:
@@ -55,16 +56,29 @@ def refusal(*flags: str) -> tuple[int, str]:
 
 
 class RunningServer:
-    """`strata serve` with one slot, unless the flags say otherwise. Leaving it kills what is left."""
+    """`strata serve` with one slot, unless the flags say otherwise. Leaving it kills what is left.
 
-    def __init__(self, log: Path, *flags: str, cold: Path | None = None, keys: Sequence[str] = ()) -> None:
+    `program`: the module that is run instead; `extra`: added to its environment.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *flags: str,
+        cold: Path | None = None,
+        keys: Sequence[str] = (),
+        program: str = "strata.cli.main",
+        ladder: bool = False,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
         kept = () if cold is None else (f"--conversation-cache-cold-dir={cold}",)
         self.cold = cold
         self._log = log
         with log.open("ab") as out:
             self._log_from = out.tell()
             self._process = subprocess.Popen(
-                command(*kept, *flags, *(f"--api-key={key}" for key in keys)),
+                command(*kept, *flags, *(f"--api-key={key}" for key in keys), program=program),
+                env={**os.environ, "STRATA_RESTORE_LADDER": "1" if ladder else "0", **(extra or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -114,6 +128,18 @@ class RunningServer:
             return log.read().decode(errors="replace")
 
     # ------------------------------------------------------------------------------------------------------------ ends
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Send it now, without a word to the server before."""
+        self._process.send_signal(number)
+
+    def ended(self, within_s: float = STOP_S) -> int:
+        """Wait for the end; the exit code, negative for a signal."""
+        return self._process.wait(within_s)
 
     def stop(self) -> None:
         """SIGTERM, and wait for the orderly end."""

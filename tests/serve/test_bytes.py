@@ -29,7 +29,7 @@ GREEDY = Sampling(temperature=0)
 
 
 @asynccontextmanager
-async def workshop(root: Path) -> AsyncIterator[tuple[Workshop, Arena]]:
+async def workshop(root: Path, *, ladder: bool = False) -> AsyncIterator[tuple[Workshop, Arena]]:
     """A new engine process with three slots, on the directory `root`."""
     level, arena = Level.open(root), Arena(256 * MIB)
     settings = EngineSettings(model_path=str(find_model("demo")), slots=3, context=1024, flash_attention="on")
@@ -38,7 +38,7 @@ async def workshop(root: Path) -> AsyncIterator[tuple[Workshop, Arena]]:
     cache = ConversationCache(
         engine=engine,
         arena=arena,
-        limits=CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target="disk"),
+        limits=CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target="disk", ladder=ladder),
         levels=[(level, DiskLimits(budget_bytes=1 << 34))],
         memory=lambda: 1 << 40,
     )

@@ -127,7 +127,7 @@ def test_damaged_files_cost_a_reading_and_nothing_else(tmp_path, stored, what):
         victim = largest_middle(cold) if what == "segment" else next(cold.glob("*.meta"))
         damage(victim)
         names = {path.relative_to(cold) for path in cold.rglob("*")}
-        with RunningServer(tmp_path / "log", cold=cold) as server:
+        with RunningServer(tmp_path / "log", cold=cold, ladder=True) as server:
             started = {path.relative_to(cold) for path in cold.rglob("*")}
             assert started >= names, "the start deletes nothing"
             answer = ask(server, next_turn(first), max_tokens=4)

@@ -19,9 +19,9 @@ import numpy as np
 from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
-from strata.cache.state import Conversation
 from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
 from strata.engine.protocol import Delta, Done, Finished, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
@@ -240,12 +240,17 @@ class Workbench:
         archive: str = "off",
         limits: CacheLimits | None = None,
         disk_limits: DiskLimits | None = None,
+        fingerprint: bytes = b"f" * 32,
+        clock_step_s: float = 1.0,
     ) -> None:
-        """`warm_bytes`: a second level above, in `root`/warm. `archive`: "off", "ids" or "state"."""
+        """`warm_bytes`: a second level above, in `root`/warm. `archive`: "off", "ids" or "state".
+
+        `clock_step_s`: how far the clock goes on each time somebody looks at it.
+        """
         self.arena = Arena(arena_bytes, MIB, pretouch=False, large_pages=False)
         self.free_bytes: int | None = 1 << 50
         self.engine = HookedEngine(self.arena, slots=slots, stages=stages)
-        self.engine.info = msgspec.structs.replace(self.engine.info, block_tokens=block_tokens)
+        self.engine.info = msgspec.structs.replace(self.engine.info, block_tokens=block_tokens, fingerprint=fingerprint)
         disk_limits = disk_limits or DiskLimits(budget_bytes=budget_bytes)
         self.level = Level.open(root if warm_bytes is None else root / "cold", fs=fs)
         levels = [(self.level, disk_limits)]
@@ -257,6 +262,7 @@ class Workbench:
             shelf_limits = DiskLimits(budget_bytes=1 << 40, is_archive=True, keep=4)
             shelf = (Level.open(root / "archive", name="archive", fs=fs), shelf_limits, archive == "ids")
         self._now = 0.0
+        self._clock_step_s = clock_step_s
         self.cache = ConversationCache(
             engine=self.engine,
             arena=self.arena,
@@ -277,7 +283,7 @@ class Workbench:
         self.cache.live.clear()
 
     def _clock(self) -> float:
-        self._now += 1
+        self._now += self._clock_step_s
         return self._now
 
     # -------------------------------------------------------------------------------------------------------------- use
@@ -399,10 +405,10 @@ class Workbench:
         self.cache.close()
 
 
-def default_limits(ram: RamLimits | None = None) -> CacheLimits:
+def default_limits(ram: RamLimits | None = None, *, ladder: bool = True) -> CacheLimits:
     """Everything goes to disk, or to RAM first if there is a RAM level; memory floors are out of the way."""
     target: Target = "disk" if ram is None else "ram"
-    return CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target=target, ram=ram)
+    return CacheLimits(floors=Floors(parking_bytes=0, transient_bytes=0), park_target=target, ram=ram, ladder=ladder)
 
 
 def play(scenario: Callable[[Workbench], Awaitable[None]], root: Path, **options: Any) -> None:

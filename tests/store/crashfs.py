@@ -243,5 +243,8 @@ class _Held:
     locked: set[Path]
     directory: Path
 
+    def is_in_place(self) -> bool:
+        return True
+
     def release(self) -> None:
         self.locked.discard(self.directory)

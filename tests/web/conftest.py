@@ -31,6 +31,12 @@ class _Switch:
     def status(self) -> dict[str, Any]:
         return self.server.status()
 
+    def slots(self, namespace: str) -> list[dict[str, Any]]:
+        return self.server.slots(namespace)
+
+    def sessions(self) -> Any:
+        return self.server.sessions()
+
     def health(self) -> tuple[bool, str]:
         return self.server.health()
 

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from strata.engine.protocol import Timing
+from strata.errors import NotSupported
 from strata.serve.request import Admitted, CacheReport, Completed, Reading, Started, Text, TurnEvent, TurnRequest
 
 WAIT_S = 10.0
@@ -83,6 +84,8 @@ class ScriptedServer:
         self.ended = threading.Semaphore(0)
         self.at_the_end: Hold | None = None
         self.tidy = False
+        self.busy = False
+        self.slot_actions: Any = None
 
     async def turn(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         self.requests.append(request)
@@ -104,6 +107,14 @@ class ScriptedServer:
 
     def status(self) -> dict[str, Any]:
         return {"model": self.model_name, "never_measured": None}
+
+    def slots(self, namespace: str) -> list[dict[str, Any]]:
+        return [{"id": 0, "n_ctx": 100, "is_processing": self.busy, "namespace": namespace}]
+
+    def sessions(self) -> Any:
+        if self.slot_actions is None:
+            raise NotSupported("saving and restoring slots is off: start the server with --slot-save-path DIR")
+        return self.slot_actions
 
     def health(self) -> tuple[bool, str]:
         return self.ready
@@ -128,9 +139,8 @@ class Running:
 
 def raw_request(port: int, body: bytes, path: str = "/v1/chat/completions", headers: str = "") -> socket.socket:
     """A connection on which a POST has been sent, for tests that read or drop it byte by byte."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n{headers}"
     connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
     connection.sendall(head.encode() + b"\r\n" + body)
     return connection

@@ -39,11 +39,13 @@ class Admission:
         self._memory = memory
         self._pool = pool
         self._counters = counters
+        self.promised_bytes: Callable[[], int] = lambda: 0
+        """What parks that were admitted before will still take."""
 
     def available_bytes(self) -> int | None:
         """What can be taken: the system's free memory and what the arena holds already without using it."""
         available = self._memory()
-        return None if available is None else available + self._pool.idle_bytes
+        return None if available is None else available + self._pool.idle_bytes - self.promised_bytes()
 
     def facts(
         self,
@@ -73,8 +75,8 @@ class Admission:
             durable_below=durable_below,
         )
 
-    def read(self, what: str, need_bytes: int) -> DiskAdmission:
-        """May a stored prefix be read from disk, through `need_bytes` of blocks? Counted and logged here."""
+    def read(self, what: str, need_bytes: int, *, counted: bool = True) -> DiskAdmission:
+        """May a stored prefix be read from disk, through `need_bytes` of blocks? Logged, and counted once a hit."""
         admission = disk_placement(
             what=what,
             need_bytes=need_bytes,
@@ -82,9 +84,10 @@ class Admission:
             parking_floor_bytes=self.floors.parking_bytes,
             transient_floor_bytes=self.floors.transient_bytes,
         )
-        self._counters.disk_hits += admission.floor is Floor.PARKING
-        self._counters.disk_hits_transient += admission.floor is Floor.TRANSIENT
-        self._counters.disk_hits_refused += admission.floor is None
+        if counted:
+            self._counters.disk_hits += admission.floor is Floor.PARKING
+            self._counters.disk_hits_transient += admission.floor is Floor.TRANSIENT
+            self._counters.disk_hits_refused += admission.floor is None
         if admission.line:
             log.log(logging.INFO if admission.admitted else logging.WARNING, "%s", admission.line)
         return admission

@@ -39,6 +39,11 @@ class BlockPool:
         return self._arena.idle_bytes
 
     @property
+    def is_passing(self) -> bool:
+        """Whether blocks are under way that will come back by themselves."""
+        return bool(self._passing)
+
+    @property
     def park_bytes(self) -> int:
         """Most that parks to disk hold at once."""
         return self._park_bytes

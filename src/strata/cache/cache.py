@@ -14,28 +14,30 @@ from dataclasses import dataclass
 
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
-from strata.cache.capturing import block_lengths, segment_lengths
 from strata.cache.cascade import Archive, Cascade
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
-from strata.cache.parking import Desk, Parking, ParkJob, give_up, transient_need_bytes
+from strata.cache.entries import Conversation
+from strata.cache.kept import Kept
+from strata.cache.ladder import Found, Ladder, Restored
+from strata.cache.parking import Desk, Parking, ParkJob
+from strata.cache.placing import Placing
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
-from strata.cache.restoring import BadSegment, Restored, Restoring, window
+from strata.cache.restoring import need_bytes
 from strata.cache.spilling import Spiller
-from strata.cache.state import Conversation, Match
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
 from strata.engine.protocol import Engine
-from strata.rules import prefix
-from strata.rules.eviction import Eviction
-from strata.rules.placement import Destination, ParkFacts, Target, place_park
+from strata.rules.placement import Target
 from strata.store.arena import Arena
 from strata.store.level import Level
-from strata.types import MIB, Key, Segment, Tokens
+from strata.types import MIB, Key, Tokens
 
 log = logging.getLogger("strata.cache")
 
+EVERYTHING = 1 << 62
+"""More bytes than there are."""
 TRANSIENT_BYTES = 512 * MIB
 """Most arena bytes of blocks on their way between engine and disk."""
 RESTORE_RESERVE_BYTES = 96 * MIB
@@ -47,7 +49,7 @@ class CacheLimits:
     """What is kept where. A level is on when it is given; `park_target`: after "auto" is resolved.
 
     `similarity`, `n_min`: the weakest hit that is accepted (SPEC §2). `spill_on_evict`: RAM parks are written when RAM
-    drops them, not at once.
+    drops them, not at once. `ladder`: a restore that fails goes on with the next best thing (SPEC §7).
     """
 
     floors: Floors
@@ -58,23 +60,7 @@ class CacheLimits:
     spill_on_evict: bool = False
     throttle_s: float = 0.0
     transient_bytes: int = TRANSIENT_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The longest stored prefix of a prompt. `disk`: the level that has all of `match`; None when RAM has."""
-
-    match: Match
-    disk: DiskLevel | None
-
-    @property
-    def upto(self) -> int:
-        return self.match.upto
-
-    def sources(self, restored: Restored) -> list[str]:
-        """The levels that gave something, as shown in the x-strata-cache header."""
-        from_disk = [self.disk.name] if self.disk is not None and restored.n_bytes > restored.ram_bytes else []
-        return (["ram"] if restored.ram_bytes else []) + from_disk
+    ladder: bool = False
 
 
 class ConversationCache:
@@ -103,8 +89,6 @@ class ConversationCache:
         if archive is not None:
             shelf = Archive(level=DiskLevel(archive[0], archive[1], identity, clock), ids_only=archive[2])
         self.cascade = Cascade(self.disks, shelf, story=self.story, clock=clock)
-        self.live: dict[int, tuple[Key, ...]] = {}
-        """Per slot, the segments of the state that was parked last and still lies in it."""
         self._engine = engine
         self._limits = limits
         transient = min(limits.transient_bytes, arena.limit_bytes)
@@ -122,8 +106,11 @@ class ConversationCache:
             pool=self._pool,
             counters=self.counters,
         )
+        self.ladder = self._make_ladder(clock)
+        self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
+        self.live = self.kept.live
         self.spiller = self._make_spiller(clock)
-        self._desk = Desk(
+        desk = Desk(
             engine=engine,
             pool=self._pool,
             admission=self._admission,
@@ -132,12 +119,35 @@ class ConversationCache:
             clock=clock,
             ram=self.ram,
             disk=self.write_level,
+            kept=self.kept,
             spiller=self.spiller if not limits.spill_on_evict else None,
             mirror=not limits.spill_on_evict,
         )
+        self._placing = Placing(desk, self.spiller)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Let the levels ask, and tell, each other."""
         if self.ram is not None:
             self.ram.is_last = not self.disks
-            self.ram.is_safe = self._is_safe
+            self.ram.is_durable = lambda entry: self.kept.is_durable(entry.keys)
+            self.ram.is_live = lambda entry: self.kept.is_live(entry.keys)
+            self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
+        if self.write_level is not None:
+            self.write_level.on_recorded = self._became_durable
+
+    def _make_ladder(self, clock: Callable[[], float]) -> Ladder:
+        return Ladder(
+            engine=self._engine,
+            ram=self.ram,
+            disks=self.disks,
+            pool=self._pool,
+            admission=self._admission,
+            counters=self.counters,
+            story=self.story,
+            clock=clock,
+            climbs=self._limits.ladder,
+        )
 
     def _make_spiller(self, clock: Callable[[], float]) -> Spiller | None:
         if self.ram is None or self.write_level is None:
@@ -163,30 +173,38 @@ class ConversationCache:
 
     # ------------------------------------------------------------------------------------------------------ look up
 
-    def lookup(self, root: Key, tokens: Tokens, *, beyond: int) -> Found | None:
+    def lookup(self, root: Key, tokens: Tokens, *, beyond: int, held: int | None = None) -> Found | None:
         """The longest stored prefix of `tokens`, of at least `beyond` tokens and accepted by the hit rules (SPEC §2).
 
-        RAM before warm before cold among equally long ones. What no memory admits from disk is looked for in RAM.
+        RAM before warm before cold among equally long ones. `held`: what the slot has already, and restoring the rest
+        must pay. What does not pay, or what no memory admits from disk, is looked for in RAM.
         """
-        in_ram = Found(match=self.ram.index.lookup(root, tokens), disk=None) if self.ram is not None else None
-        best = in_ram
+        found = [self._found(root, tokens, None)] if self.ram is not None else []
         for disk in self.disks:
-            match = disk.index.lookup(root, tokens)
-            if best is None or match.upto > best.upto:
-                best = Found(match=match, disk=disk)
+            match = self._found(root, tokens, disk)
+            if not found or match.upto > found[0].upto:
+                found.insert(0, match)
         self.counters.lookups += 1
-        if best is not None and best.disk is not None and self._is_hit(best, tokens, beyond):
-            longest = max(found.segment.n_tokens for found in best.match.path)
-            tokens_at_once = min(longest, self._engine.info.block_tokens)
-            need_bytes = window(self._engine) * sum(block_lengths(self._engine, tokens_at_once))
-            if not self._admission.read("conversation", need_bytes).admitted:
-                best = in_ram
-        if best is None or not self._is_hit(best, tokens, beyond):
-            self.counters.misses += 1
-            return None
-        self.counters.hits += 1
-        self.counters.ram_hits += best.disk is None
-        return best
+        for best in [*found[:1], *(other for other in found[1:] if other.disk is None)]:
+            if self._is_hit(best, tokens, beyond) and self._is_taken(best, held):
+                self.counters.hits += 1
+                self.counters.ram_hits += best.disk is None
+                return best
+        self.counters.misses += 1
+        return None
+
+    def _found(self, root: Key, tokens: Tokens, disk: DiskLevel | None) -> Found:
+        level = disk if disk is not None else self.ram
+        assert level is not None, "asked for a level that is on"
+        return Found(root=root, tokens=tokens, match=level.index.lookup(root, tokens), disk=disk)
+
+    def _is_taken(self, found: Found, held: int | None) -> bool:
+        """Whether a hit is restored: it pays, and memory admits it."""
+        if held is not None and not self.ladder.pays(found, held):
+            return False
+        if found.disk is None:
+            return True
+        return self._admission.read("conversation", need_bytes(self._engine, found.match.path)).admitted
 
     def _is_hit(self, found: Found, tokens: Tokens, beyond: int) -> bool:
         long_enough = found.upto >= max(1, beyond, self._limits.n_min)
@@ -195,53 +213,14 @@ class ConversationCache:
     # ------------------------------------------------------------------------------------------------------ restore
 
     async def restore(self, slot: int, found: Found, keep: int) -> Restored:
-        """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as its blocks are sound."""
-        keys = [held.key for held in found.match.path]
-        disk = found.disk
-        if self.ram is not None:
-            self.ram.lease(keys)
-        if disk is not None:
-            disk.counters.hits += 1
-            disk.index.lease(keys)
-        try:
-            reader = disk.reader if disk is not None else None
-            restoring = Restoring(engine=self._engine, ram=self.ram, reader=reader, blocks=self._pool, slot=slot)
-            restored = await restoring.run(found.match, keep)
-        finally:
-            if self.ram is not None:
-                self.ram.release(keys)
-            if disk is not None:
-                disk.release(keys)
-        self.counters.restores += restored.held > keep
-        self.counters.restored_tokens += restored.held - keep
-        self.counters.restored_bytes += restored.n_bytes
-        self.counters.restore_s += restored.seconds
-        if restored.bad is not None:
-            self.counters.restore_failures += 1
-            self._set_aside(restored.bad, disk)
-        return restored
-
-    def _set_aside(self, bad: BadSegment, disk: DiskLevel | None) -> None:
-        where = bad.key.hex()[:12]
-        log.warning("segment %s: %s; the conversation is restored up to it and read from there", where, bad.reason)
-        if bad.in_ram and self.ram is not None:
-            self.ram.quarantine(bad.key)
-        elif disk is not None:
-            disk.set_aside(bad.key, bad.stage, damaged=bad.damaged)
+        """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as the ladder reaches."""
+        return await self.ladder.restore(slot, found, keep)
 
     # --------------------------------------------------------------------------------------------------------- park
 
-    def keeps(self, keys: Sequence[Key]) -> bool:
-        """Whether a state that ends with this chain of segments lies outside the engine, whole."""
-        return self.is_durable(keys) or (self.ram is not None and self.ram.index.stores(keys))
-
     def keeps_live(self, slot: int) -> bool:
         """Whether what was parked last from a slot, and lies there still, is kept outside the engine too."""
-        return slot in self.live and self.keeps(self.live[slot])
-
-    def is_durable(self, keys: Sequence[Key]) -> bool:
-        """The same on a disk level."""
-        return any(disk.index.stores(keys) for disk in self.disks)
+        return slot in self.live and self.kept.anywhere(self.live[slot])
 
     def left(self, slot: int) -> None:
         """The slot holds something else from now on."""
@@ -249,91 +228,17 @@ class ConversationCache:
 
     def begin_park(self, job: ParkJob) -> Parking | None:
         """A park of the job's state; `Parking.run` must follow. None: nothing to do, or no way to do it."""
-        segments = prefix.chain(job.root, job.tokens, prefix.cuts(len(job.tokens), job.frontier))
-        keys = tuple(segment.key for segment in segments)
-        self.live[job.slot] = keys
-        if not keys or self._is_kept_already(keys):
-            self.counters.skipped += 1
-            return None
-        facts, room = self._facts(job, segments, keys)
-        placed = place_park(facts)
-        if placed.destination in (Destination.DISCARD, Destination.DROP):
-            give_up(self._desk, job, placed)
-            return None
-        evicted = 0
-        freed_bytes = 0
-        if placed.destination is Destination.RAM:
-            evicted, freed_bytes = self._evict(room), room.freed_bytes
-        if placed.evict_bytes > freed_bytes and self.ram is not None:
-            evicted += self._evict(self.ram.plan_to_free(placed.evict_bytes - freed_bytes))
-        to_disk = placed.destination is not Destination.RAM
-        if to_disk and self.write_level is not None and (refusal := self._refusal(segments)):
-            self.counters.refused += 1
-            give_up(self._desk, job, placed, refusal, evicted=evicted)
-            return None
-        if to_disk and self.spiller is not None:
-            self._spill_oldest()
-        return Parking(job, segments, facts, placed, self._desk)
+        return self._placing.begin(job)
 
-    def _is_kept_already(self, keys: tuple[Key, ...]) -> bool:
-        """Nothing new since the last durable copy; or RAM has it, and it is written from there."""
-        if self.write_level is not None and self.write_level.index.stores(keys):
-            return True
-        return self.ram is not None and self.ram.index.stores(keys)
-
-    def _facts(self, job: ParkJob, segments: tuple[Segment, ...], keys: tuple[Key, ...]) -> tuple[ParkFacts, Eviction]:
-        ram, disk = self.ram, self.write_level
-        sizes = {s.key: sum(map(sum, segment_lengths(self._engine, s))) for s in segments}
-        ram_need = sum(n for key, n in sizes.items() if ram is None or not ram.index.holds(key))
-        on_disk = frozenset(key for key in keys if disk is None or not disk.index.holds(key))
-        room = ram.room_for(ram_need) if ram is not None else NOTHING_TO_EVICT
-        facts = self._admission.facts(
-            ram_need_bytes=ram_need,
-            transient_need_bytes=transient_need_bytes(self._desk, segments, on_disk),
-            evictable_bytes=ram.evictable_bytes() if ram is not None else 0,
-            fits_budget=ram is not None and ram.fits(room),
-            disk_usable=disk is not None and (disk.usable or ram is None),
-            provisional=job.provisional,
-            durable_below=self.keeps(keys),
-            mirror_parks=not self._limits.spill_on_evict,
-        )
-        return facts, room
-
-    def _refusal(self, segments: tuple[Segment, ...]) -> str:
-        """Why the write level does not take them."""
-        disk = self.write_level
-        assert disk is not None, "asked for a disk level"
-        n_bytes = sum(sum(map(sum, segment_lengths(self._engine, s))) for s in segments if not disk.index.holds(s.key))
-        refusal = disk.refuses(n_bytes)
-        disk.counters.rejected += bool(refusal)
-        return refusal
-
-    def _evict(self, plan: Eviction) -> int:
-        """Drop RAM conversations; how many."""
-        if self.ram is None:
-            return 0
-        for serial in plan.serials:
-            gone = self.ram.index.conversation(serial)
-            if self._is_safe(gone):
-                verb, why = "drop", "its copy elsewhere stays"
-            else:
-                verb, why = "delete", "the oldest of a level over its budget"
-            self.story.tell(self._desk.clock(), gone.conversation, verb, f"{len(gone.tokens)} tokens from ram: {why}")
-        self.ram.drop(plan.serials)
-        self.counters.ram_evictions += len(plan.serials)
-        return len(plan.serials)
-
-    def _spill_oldest(self) -> None:
-        """RAM had no room: write what only RAM has, oldest first, so that the next park finds some."""
-        if self.ram is None or self.spiller is None:
-            return
-        for entry in sorted(self.ram.index.conversations(), key=lambda c: c.stamp_s):
-            if not self.is_durable(entry.keys) and entry.serial not in self.ram.provisional:
-                self.spiller.offer(entry.serial)
-
-    def _is_safe(self, entry: Conversation) -> bool:
-        """A RAM copy that can go at once: the state is durable, or still lies in a slot."""
-        return self.is_durable(entry.keys) or entry.keys in self.live.values()
+    def _became_durable(self, entry: Conversation) -> None:
+        """On the write level: what was parked before and is continued by it is not needed in RAM, nor further down."""
+        if self.ram is not None:
+            old = self.ram.superseded_by(entry.conversation, entry.root, entry.tokens, born=entry.born - 1)
+            self.ram.drop(old)
+            self.counters.ram_superseded += len(old)
+            if self.spiller is not None:
+                self.spiller.collapse(old)
+        self.cascade.supersede_below(entry)
 
     # ------------------------------------------------------------------------------------------------------ upkeep
 
@@ -350,16 +255,17 @@ class ConversationCache:
 
     @property
     def under_way(self) -> int:
-        """Writes and moves between levels that have not ended."""
+        """Writes, moves between levels and deletions that have not ended."""
         spilling = self.spiller is not None and self.spiller.is_writing
-        return sum(disk.puts_under_way + len(disk.moving) for disk in self._all_disks()) + spilling
+        disks = self._all_disks()
+        return sum(d.puts_under_way + len(d.moving) + d.writer.statistics().waiting_jobs for d in disks) + spilling
 
     async def flush(self, timeout_s: float) -> bool:
         """Write what only RAM has, and wait until nothing moves; False when the limit passed first."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self.spiller is not None:
-                    self._spill_oldest()
+                    self.spiller.offer_oldest(self.kept.only_in_ram(), EVERYTHING)
                     await self.spiller.flush()
                 await self.cascade.settle()
                 for disk in self._all_disks():
@@ -393,6 +299,3 @@ class ConversationCache:
             self.ram.close()
         for disk in self._all_disks():
             disk.close()
-
-
-NOTHING_TO_EVICT = Eviction(serials=(), keys=(), loose=(), freed_bytes=0, short_bytes=0)

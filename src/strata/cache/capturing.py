@@ -58,6 +58,11 @@ class Capturing:
         self.stop_reason = ""
         """Why fewer segments than wanted were captured; empty when all were."""
 
+    @property
+    def engine_is_gone(self) -> bool:
+        """Whether what was to be captured is lost: the process that held it has been replaced."""
+        return self._engine.generation != self._engine_generation
+
     async def run(self, segments: Iterable[Segment], source: BlockSource, deliver: Deliver) -> int:
         """Capture `segments` in order and deliver each; how many were delivered, all that precede the first failure."""
         going: deque[_Going] = deque()
@@ -100,7 +105,8 @@ class Capturing:
         for left in going:
             left.task.add_done_callback(partial(self._give_back_later, left.blocks))
         if going:
-            await asyncio.wait([left.task for left in going])
+            # What breaks them is what broke the first one, which the caller hears of.
+            await asyncio.gather(*(left.task for left in going), return_exceptions=True)
 
     def _give_back(self, blocks: Blocks) -> None:
         for spans in blocks:
@@ -118,7 +124,7 @@ class Capturing:
         return ""
 
     async def _capture_block(self, start: int, end: int, spans: tuple[Span, ...]) -> str:
-        if self._engine.generation != self._engine_generation:
+        if self.engine_is_gone:
             return "the engine was replaced; the new one does not hold it"
         try:
             outcome = await self._engine.capture(self._slot, start, end, spans)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.cache.disk import DiskLevel
+from strata.cache.entries import Conversation
 from strata.cache.put import Leaving, Put
-from strata.cache.state import Conversation
 from strata.cache.story import Story
+from strata.cache.tasks import watched
 from strata.store.format import Manifest
 from strata.store.reader import Damaged, Missing
 from strata.store.writer import Failed
@@ -28,12 +29,13 @@ log = logging.getLogger("strata.cache")
 class _Moved:
     """`arrived`: the receiver has all of it that could be read. `reason`: why not, or what is missing from it.
 
-    `unreadable`: nothing of it can be read any more.
+    `unreadable`: nothing of it can be read any more. `serial`: at the receiver.
     """
 
     arrived: bool
     reason: str = ""
     unreadable: bool = False
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,7 @@ class Cascade:
         self._turns = {level.name: asyncio.Lock() for level in levels}
         for level in self.levels:
             level.on_leaving = self.leave
-        if self.levels:
-            self.levels[0].on_recorded = self._supersede_below
+            level.is_last = self.below(level) is None
 
     def __repr__(self) -> str:
         return f"Cascade({' -> '.join(level.name for level in self.levels)}, {len(self._tasks)} moving)"
@@ -84,11 +85,9 @@ class Cascade:
 
     def _start(self, level: DiskLevel, serial: int, work: Coroutine[Any, Any, None]) -> None:
         level.begin_leaving(serial)
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        watched(work, f"moving a conversation out of {level.name}", self._tasks)
 
-    def _supersede_below(self, entry: Conversation) -> None:
+    def supersede_below(self, entry: Conversation) -> None:
         """A conversation is durable on the write level: older states of it on the levels below are not needed."""
         for level in self.levels[1:]:
             level.supersede(entry)
@@ -101,11 +100,11 @@ class Cascade:
     def tick(self) -> None:
         """Let what could not leave try again, and what is too old go. Called every few seconds."""
         for level in self.levels:
-            level.stuck.clear()
-            level.make_room(0)
+            level.retry_stuck()
         for last in self.levels[-1:]:
             last.age_out()
         if self.archive is not None:
+            self.archive.level.make_room(0)
             self.archive.level.age_out()
 
     # --------------------------------------------------------------------------------------------------------- degrade
@@ -118,7 +117,7 @@ class Cascade:
                     return
                 moved = await self._move(giver, receiver, serial, may_link_shared=False)
         finally:
-            giver.end_leaving(serial, left=moved.arrived or moved.unreadable)
+            doomed = giver.end_leaving(serial, "budget", left=moved.arrived or moved.unreadable)
         if moved.unreadable:
             giver.counters.unreadable += 1
             self._tell(giver, serial, "delete", f"from {giver.name}: nothing of it can be read: {moved.reason}")
@@ -132,6 +131,8 @@ class Cascade:
             log.warning("%s -> %s: a conversation stays: %s", giver.name, receiver.name, moved.reason)
             return
         giver.drop([serial])
+        if doomed is not None and moved.serial and receiver.index.has_conversation(moved.serial):
+            receiver.let_go([moved.serial], doomed)
         giver.make_room(0)
 
     # --------------------------------------------------------------------------------------------------------- archive
@@ -147,14 +148,15 @@ class Cascade:
                 else:
                     moved = await self._move(giver, archive.level, serial, may_link_shared=True)
         finally:
-            giver.end_leaving(serial, left=moved.arrived or moved.unreadable)
+            giver.end_leaving(serial, why, left=moved.arrived or moved.unreadable)
         if not moved.arrived and not moved.unreadable:
             giver.counters.archive_failed += 1
             log.warning("%s -> archive: a conversation stays: %s", giver.name, moved.reason)
             return
         giver.counters.archived += moved.arrived
         giver.count_leaving(1, why)
-        self._tell(giver, serial, "delete", f"from {giver.name}: {_WHY[why]}; it is in the archive")
+        where = "it is in the archive" if moved.arrived else f"nothing of it can be read: {moved.reason}"
+        self._tell(giver, serial, "delete", f"from {giver.name}: {_WHY[why]}; {where}")
         giver.drop([serial])
 
     async def _move_ids(self, giver: DiskLevel, receiver: DiskLevel, serial: int) -> _Moved:
@@ -178,16 +180,21 @@ class Cascade:
                 return manifest
             if refusal := _refusal(receiver, manifest):
                 return _Moved(arrived=False, reason=refusal)
-            put = receiver.begin_put(manifest, whole=False)
-            reached, reason, unreadable = 0, "", False
-            try:
-                if receiver.used_bytes > receiver.limits.budget_bytes:
-                    reason = f"{receiver.name} cannot make room: what it holds is in use"
-                else:
-                    reached, reason, unreadable = await self._adopt(giver, receiver, put, may_link_shared)
-            finally:
-                outcome = await receiver.finish_put(put, reached, reason)
-            return _Moved(arrived=bool(outcome.durable), reason=outcome.reason, unreadable=unreadable and not reached)
+            wanted, damage = len(manifest.keys), ""
+            while True:
+                put = receiver.begin_put(manifest, whole=False, born=entry.born)
+                reached, reason, unreadable = 0, "it was interrupted", False
+                try:
+                    reached, reason, unreadable = await self._adopt(giver, receiver, put, wanted, may_link_shared)
+                finally:
+                    # A put of which a segment failed cannot be made durable: what precedes it gets another one.
+                    outcome = await receiver.finish_put(put, 0 if unreadable else reached, reason or damage)
+                if not unreadable or not reached:
+                    break
+                wanted, damage = reached, reason
+            return _Moved(
+                arrived=bool(outcome.durable), reason=outcome.reason, unreadable=unreadable, serial=outcome.serial
+            )
         finally:
             giver.index.release(entry.objects)
 
@@ -201,13 +208,15 @@ class Cascade:
         return _Moved(arrived=False, reason=found.reason, unreadable=gone)
 
     async def _adopt(
-        self, giver: DiskLevel, receiver: DiskLevel, put: Put, may_link_shared: bool
+        self, giver: DiskLevel, receiver: DiskLevel, put: Put, wanted: int, may_link_shared: bool
     ) -> tuple[int, str, bool]:
-        """Segments that arrived, why not all, and whether that is the giver's fault.
+        """How many of the first `wanted` segments arrived, why not all, and whether that is the giver's fault.
 
         When the receiver is at fault, none count: all or nothing. What the giver cannot read ends the entry there.
         """
-        for i, key in enumerate(put.manifest.keys):
+        if receiver.is_over_budget:
+            return 0, f"{receiver.name} cannot make room: what it holds is in use", False
+        for i, key in enumerate(put.manifest.keys[:wanted]):
             if key not in put.missing:
                 continue
             may_link = may_link_shared or giver.index.names_alone(key)
@@ -218,17 +227,17 @@ class Cascade:
                     continue
                 if failed.giver is None or not isinstance(failed.giver, Damaged | Missing):
                     return 0, failed.reason, False
-                giver.set_aside(key, stage, damaged=isinstance(failed.giver, Damaged))
+                giver.set_aside(key, [stage] if isinstance(failed.giver, Damaged) else [])
                 return i, failed.reason, True
             put.unwritten.pop(key, None)
-        return await self._adopt_checkpoints(giver, receiver, put, may_link_shared)
+        return await self._adopt_checkpoints(giver, receiver, put, wanted, may_link_shared)
 
     async def _adopt_checkpoints(
-        self, giver: DiskLevel, receiver: DiskLevel, put: Put, may_link_shared: bool
+        self, giver: DiskLevel, receiver: DiskLevel, put: Put, wanted: int, may_link_shared: bool
     ) -> tuple[int, str, bool]:
         """The rest of `_adopt`: one that the giver cannot read costs itself alone, but with the last one goes all."""
-        reason = ""
-        for key in put.manifest.checkpoint_keys:
+        reason, keys = "", put.manifest.first(wanted).checkpoint_keys
+        for key in keys:
             if key not in put.missing:
                 continue
             may_link = may_link_shared or giver.index.names_alone(key)
@@ -241,9 +250,9 @@ class Cascade:
             else:
                 giver.set_aside_checkpoint(key, damaged=isinstance(failed.giver, Damaged))
                 reason = failed.reason
-        if reason and all(key in put.unwritten for key in put.manifest.checkpoint_keys):
-            return 0, reason, True
-        return len(put.manifest.keys), reason, False
+        if put.manifest.checkpoints and all(key in put.unwritten for key in keys):
+            return 0, reason or "no checkpoint of it is left", True
+        return wanted, reason, False
 
     def _tell(self, level: DiskLevel, serial: int, verb: str, detail: str) -> None:
         if level.index.has_conversation(serial):

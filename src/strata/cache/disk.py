@@ -15,10 +15,14 @@ from functools import partial
 
 import msgspec
 
+from strata.cache.coming import Coming
 from strata.cache.counters import LevelCounters
+from strata.cache.entries import Conversation
 from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
-from strata.cache.state import Conversation, LevelIndex
+from strata.cache.room import Room
+from strata.cache.state import LevelIndex
+from strata.cache.vanished import forget_vanished
 from strata.store.format import Manifest
 from strata.store.level import Level
 from strata.store.reader import Reader
@@ -43,18 +47,20 @@ class DiskLevel:
         self.on_leaving: Callable[[DiskLevel, Sequence[int], Leaving], None] = DiskLevel.remove_now
         self.on_recorded: Callable[[Conversation], None] = lambda _: None
         """Told of every conversation that became durable here."""
-        self.moving: dict[int, int] = {}
-        """Entries on their way to another level or the archive, and the bytes they will free here."""
-        self.stuck: set[int] = set()
-        """Entries that could not leave; the janitor lets them try again."""
+        self.is_last = True
+        """No level below takes what does not fit: it is deleted here."""
+        self.moving: set[int] = set()
+        """Entries on their way to another level or the archive; their bytes count as gone already."""
+        self.stuck: dict[int, Leaving] = {}
+        """Entries that could not leave, and why they should; the tick lets them try again."""
+        self._doomed: dict[int, Leaving] = {}  # of those that move: what else says that they must go
         self._clock = clock
         self.scan = level.scan(identity)
         self.writer = Writer(level)
         self.reader = Reader(level)
         self._tickets = 0
         self._puts: set[Put] = set()
-        # Segments that a put is writing: its ticket, and whether they became durable.
-        self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
+        self._coming = Coming(self.index)
         # Stages of segments whose files have a wrong size.
         self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
         self._dropping_bytes = 0
@@ -94,31 +100,46 @@ class DiskLevel:
     def used_bytes(self) -> int:
         """Bytes the level's files will take once what is under way is done."""
         coming = sum(put.unwritten_bytes for put in self._puts)
-        return self.level.used_bytes + coming - self._dropping_bytes - sum(self.moving.values())
+        moving = self.index.bytes_named_by(self.moving, alone=True) if self.moving else 0
+        return self.level.used_bytes + coming - self._dropping_bytes - moving
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def begin_put(self, manifest: Manifest, *, whole: bool) -> Put:
+    def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0) -> Put:
         """Announce a write: what it names is leased, and room is made. `finish_put` must follow.
 
-        `Put.missing`: keys of segments and checkpoints alike; segments that have no files are never missing.
+        `Put.missing`: keys of segments and checkpoints alike; segments that have no files are never missing. `born`:
+        see Conversation.
         """
         sizes = manifest.objects
-        coming = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
-        missing = frozenset(key for key in coming if not self.index.holds(key))
+        absent = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
+        missing = frozenset(key for key in absent if not self.index.holds(key))
+        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
+        too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
+        put = Put(
+            manifest=manifest,
+            ticket=self._next_ticket(),
+            missing=missing,
+            whole=whole,
+            born=born,
+            unwritten=unwritten,
+            guest_bytes=sum(unwritten.values()) if too_large else 0,
+        )
+        self.counters.oversized += too_large
+        self.index.lease(tuple(sizes))
+        for key in missing:
+            self._coming.begin(key, put.ticket)
+            for stage in self._unusable.pop(key, ()):
+                self.writer.quarantine(key, stage)
+        self.make_room(0 if too_large else put.unwritten_bytes)
+        self._puts.add(put)
+        return put
+
+    def _next_ticket(self) -> int:
         if not self._tickets:
             self.writer.remove_temporaries(self.scan)
         self._tickets += 1
-        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
-        put = Put(manifest=manifest, ticket=self._tickets, missing=missing, whole=whole, unwritten=unwritten)
-        self.index.lease(tuple(sizes))
-        for key in missing:
-            self._coming[key] = put.ticket, asyncio.get_running_loop().create_future()
-            for stage in self._unusable.pop(key, ()):
-                self.writer.quarantine(key, stage)
-        self.make_room(put.unwritten_bytes)
-        self._puts.add(put)
-        return put
+        return self._tickets
 
     async def finish_put(self, put: Put, reached: int, stop_reason: str) -> PutOutcome:
         """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`.
@@ -128,45 +149,19 @@ class DiskLevel:
         """
         outcome = PutOutcome(durable=frozenset(), tokens=0, reason=stop_reason)
         try:
-            named = await self._arrived(put, reached)
+            named = await self._coming.arrived(put, reached)
             reason = stop_reason if named == reached else "a segment it shares with another write was lost"
-            lost = await self._lost_checkpoints(put)
+            lost = await self._coming.lost_checkpoints(put)
             outcome = await self._commit(put, named, reason, lost)
             written = (*put.manifest.keys[named:reached], *put.manifest.checkpoint_keys)
             self._drop_unnamed(key for key in written if key in put.missing and key not in outcome.durable)
         finally:
             self._puts.discard(put)
             for key in put.missing:
-                self._coming.pop(key)[1].set_result(key in outcome.durable)
+                self._coming.end(key, durable=key in outcome.durable)
             self.release(tuple(put.manifest.objects))
             self.make_room(0)
         return outcome
-
-    async def _arrived(self, put: Put, reached: int) -> int:
-        """How many of the segments can be named: those that other puts write must have become durable.
-
-        Waits for puts that began earlier only: a segment that was lost meanwhile may be coming again from a later one,
-        which may be waiting for this one.
-        """
-        for i, key in enumerate(put.manifest.keys[:reached] if put.manifest.stages else ()):
-            if key not in put.missing and not await self._is_here(put, key):
-                return i
-        return reached
-
-    async def _is_here(self, put: Put, key: Key) -> bool:
-        ticket, coming = self._coming.get(key, (put.ticket, None))
-        if coming is not None and ticket < put.ticket:
-            await asyncio.shield(coming)
-        return self.index.holds(key)
-
-    async def _lost_checkpoints(self, put: Put) -> set[int]:
-        """Positions of the checkpoints that cannot be named, by the rule of `_arrived`."""
-        lost: set[int] = set()
-        for entry, key in zip(put.manifest.checkpoints, put.manifest.checkpoint_keys, strict=True):
-            here = key not in put.unwritten if key in put.missing else await self._is_here(put, key)
-            if not here:
-                lost.add(entry.position)
-        return lost
 
     async def _commit(self, put: Put, named: int, reason: str, lost: Collection[int]) -> PutOutcome:
         """Make the manifest of the first `named` segments durable, without the checkpoints at the positions `lost`."""
@@ -184,10 +179,14 @@ class DiskLevel:
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
+            if committed.vanished:
+                forget_vanished(self.level, self.index, self.counters)
             self._drop_unnamed(committed.left)
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
-        self._record(manifest, committed.manifest_bytes, cut_short=not whole)
-        return PutOutcome(durable=frozenset(manifest.objects), tokens=manifest.n_tokens, reason="" if whole else reason)
+        entry = conversation_of(manifest, committed.manifest_bytes, born=put.born)
+        self._record(manifest, entry, cut_short=not whole)
+        reason, keys = "" if whole else reason, frozenset(manifest.objects)
+        return PutOutcome(durable=keys, tokens=manifest.n_tokens, reason=reason, serial=manifest.serial)
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""
@@ -200,7 +199,7 @@ class DiskLevel:
         """Remember whether the disk fails, so that parks go elsewhere for a moment."""
         self._failed_at = None if self.writer.state == OK else time.monotonic()
 
-    def _record(self, manifest: Manifest, manifest_bytes: int, *, cut_short: bool) -> None:
+    def _record(self, manifest: Manifest, entry: Conversation, *, cut_short: bool) -> None:
         """Put what became durable into the index, and let go what it supersedes."""
         ids = manifest.token_ids
         for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
@@ -208,7 +207,6 @@ class DiskLevel:
         for checkpoint, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
             self.index.add_checkpoint(key, checkpoint.file_bytes)
         longest = manifest.n_tokens if cut_short else None
-        entry = conversation_of(manifest, manifest_bytes)
         if not self.limits.is_archive:
             self.supersede(entry, longest=longest)
         if not self.limits.is_archive and not cut_short:
@@ -216,14 +214,16 @@ class DiskLevel:
         self.index.add_conversation(entry)
         if not cut_short:
             self.on_recorded(entry)
+        if not self.limits.is_archive and self.index.is_outdated(entry):
+            self.let_go([entry.serial], "superseded")
         if self.limits.keep:
             self.let_go(self.index.oldest_beyond(entry.conversation, self.limits.keep), "superseded")
 
     async def put_ids(self, manifest: Manifest) -> str:
         """Keep a manifest without its segments; why that failed, or an empty text."""
-        self._tickets += 1
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
-        committed = await asyncio.wrap_future(self.writer.commit(self._tickets, manifest))
+        committed = await asyncio.wrap_future(self.writer.commit(self._next_ticket(), manifest, ids_only=True))
+        self.note_disk()
         if not isinstance(committed, Committed):
             return committed.reason
         self.index.add_conversation(conversation_of(manifest, committed.manifest_bytes))
@@ -233,14 +233,14 @@ class DiskLevel:
 
     def supersede(self, by: Conversation, *, longest: int | None = None) -> None:
         """Let go older states of the same conversation. `longest`: spare those of more tokens."""
-        old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest)
-        self.let_go([serial for serial in old if serial != by.serial], "superseded")
+        old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest, born=by.born)
+        self.let_go(old, "superseded")
 
     def _compact(self, by: Conversation) -> None:
         limit = self.limits.divergence_tokens
         if not limit:
             return
-        old = self.index.compacted_by(by.conversation, by.root, by.tokens, limit)
+        old = self.index.compacted_by(by.conversation, by.root, by.tokens, limit, born=by.born)
         if old is None:
             self.counters.compaction_unclear += 1
             log.info("%s: a history was rewritten, and which stored conversation it was is unclear: kept", self.name)
@@ -251,22 +251,30 @@ class DiskLevel:
 
     def make_room(self, need_bytes: int) -> None:
         """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
-        if self.limits.rejects:
+        if self.limits.rejects or self.used_bytes + need_bytes <= self.limits.budget_bytes:
             return
-        budget_bytes = self.limits.budget_bytes
-        plan = self.index.plan_eviction(
-            used_bytes=self.used_bytes,
-            need_bytes=need_bytes,
-            budget_bytes=budget_bytes,
-            rank=lambda c: None if c.serial in self.moving or c.serial in self.stuck else 0,
-        )
+        plan = self._room().plan(need_bytes)
         self._drop((), plan.loose)
         self.let_go(plan.serials, "budget")
         if plan.short_bytes and need_bytes:
-            if need_bytes > budget_bytes:
-                self.counters.oversized += 1
-            message = "%s: %d MiB over its budget of %d MiB: what is left is in use, cannot leave, or is alone larger"
-            log.warning(message, self.name, plan.short_bytes // MIB + 1, budget_bytes // MIB)
+            message = "%s: %d MiB over its budget of %d MiB: what is left is in use or cannot leave"
+            log.warning(message, self.name, plan.short_bytes // MIB + 1, self.limits.budget_bytes // MIB)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether it takes more than it may, but for what is beside the budget."""
+        return self._room().is_over_budget
+
+    def _room(self) -> Room:
+        return Room(
+            index=self.index,
+            budget_bytes=self.limits.budget_bytes,
+            used_bytes=self.used_bytes,
+            coming_bytes=sum(put.guest_bytes for put in self._puts),
+            moving=self.moving,
+            stuck=self.stuck,
+            is_last=self.is_last,
+        )
 
     def age_out(self) -> None:
         """Let go what is older than the limit."""
@@ -277,10 +285,24 @@ class DiskLevel:
         self.let_go([c.serial for c in old if not self.index.is_leased(c.objects)], "age")
 
     def let_go(self, serials: Iterable[int], why: Leaving) -> None:
-        """Hand entries that must leave to whoever takes them."""
-        leaving = [serial for serial in serials if serial not in self.moving and serial not in self.stuck]
+        """Hand entries that must leave to whoever takes them; those that move already go when they have."""
+        leaving = []
+        for serial in serials:
+            if serial in self.moving:
+                self._doomed.setdefault(serial, why)
+            elif self.stuck.get(serial) != why:
+                self.stuck.pop(serial, None)
+                leaving.append(serial)
         if leaving:
             self.on_leaving(self, leaving, why)
+
+    def retry_stuck(self) -> None:
+        """Let everything that could not leave try again."""
+        stuck, self.stuck = self.stuck, {}
+        for serial, why in stuck.items():
+            if why != "budget" and self.index.has_conversation(serial):
+                self.let_go([serial], why)
+        self.make_room(0)
 
     def remove_now(self, serials: Sequence[int], why: Leaving) -> None:
         """Delete entries at once, counted by reason."""
@@ -295,16 +317,20 @@ class DiskLevel:
         counts.age_evictions += n * (why == "age")
 
     def begin_leaving(self, serial: int) -> None:
-        """An entry is on its way to somewhere else; its bytes count as gone already."""
-        entry = self.index.conversation(serial)
-        own = sum(self.index.bytes_of(key) for key in entry.objects if self.index.names_alone(key))
-        self.moving[serial] = entry.manifest_bytes + own
+        """An entry is on its way to somewhere else."""
+        self.moving.add(serial)
 
-    def end_leaving(self, serial: int, *, left: bool) -> None:
-        """It arrived, or stays here until the next tick."""
-        self.moving.pop(serial, None)
-        if not left:
-            self.stuck.add(serial)
+    def end_leaving(self, serial: int, why: Leaving, *, left: bool) -> Leaving | None:
+        """It arrived, or stays here until the next tick. What else said meanwhile that it must go, if it arrived."""
+        self.moving.discard(serial)
+        doomed = self._doomed.pop(serial, None)
+        if left:
+            return doomed
+        if self.index.has_conversation(serial):
+            self.stuck[serial] = why
+            if doomed is not None:
+                self.let_go([serial], doomed)
+        return None
 
     def quarantine_manifest(self, serial: int) -> None:
         """Set aside a manifest that cannot be read."""
@@ -315,22 +341,31 @@ class DiskLevel:
         """Delete entries whose copy elsewhere is durable, and the segments that only they need."""
         self._drop([serial for serial in serials if self.index.has_conversation(serial)], None)
 
-    def set_aside(self, key: Key, stage: int | None, *, damaged: bool) -> None:
-        """Never serve a bad segment again; a damaged file is renamed, never deleted."""
+    def set_aside(self, key: Key, stages: Sequence[int] = ()) -> None:
+        """Never serve a bad segment again. `stages`: its damaged files, which are renamed, never deleted."""
         n_bytes = self.index.bytes_of(key)
         self.index.remove_segments([key])
-        if not damaged:
-            self.index.note_bytes(key, n_bytes)  # the file stays, and goes when its conversations go
-        elif stage is not None:
-            self.counters.quarantined += 1
-            self.writer.quarantine(key, stage)
+        if not stages:
+            self.index.note_bytes(key, n_bytes)  # the files stay, and go when their conversations go
+            return
+        self.counters.quarantined += len(stages)
+        renames = [asyncio.wrap_future(self.writer.quarantine(key, stage)) for stage in stages]
+        renames[-1].add_done_callback(partial(self._note_rest, key))
+
+    def _note_rest(self, key: Key, _: object) -> None:
+        """The sound files of a segment that was set aside stay, and go when its conversations go."""
+        rest_bytes = self.level.segment_bytes(key)
+        if rest_bytes and not self.index.bytes_of(key) and key not in self._coming:
+            self.index.note_bytes(key, rest_bytes)
 
     def set_aside_checkpoint(self, key: Key, *, damaged: bool) -> None:
         """`set_aside` for a checkpoint."""
-        self.set_aside(key, None, damaged=damaged)
-        if damaged:
-            self.counters.quarantined += 1
-            self.writer.quarantine_checkpoint(key)
+        if not damaged:
+            self.set_aside(key)
+            return
+        self.index.remove_segments([key])
+        self.counters.quarantined += 1
+        self.writer.quarantine_checkpoint(key)
 
     def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
         """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""

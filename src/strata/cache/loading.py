@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from strata.cache.state import Conversation, LevelIndex
+from strata.cache.entries import Conversation
+from strata.cache.state import LevelIndex
 from strata.store.format import Manifest
 from strata.store.scan import Scan, SegmentFiles
 from strata.types import Key
@@ -63,7 +64,7 @@ def _load_manifest(index: LevelIndex, scan: Scan, manifest: Manifest, allocated_
     return unusable
 
 
-def conversation_of(manifest: Manifest, manifest_bytes: int) -> Conversation:
+def conversation_of(manifest: Manifest, manifest_bytes: int, *, born: int = 0) -> Conversation:
     """A stored manifest as the index knows it."""
     return Conversation(
         serial=manifest.serial,
@@ -75,4 +76,5 @@ def conversation_of(manifest: Manifest, manifest_bytes: int) -> Conversation:
         manifest_bytes=manifest_bytes,
         stamp_s=manifest.stamp_s,
         checkpoints=tuple(zip((c.position for c in manifest.checkpoints), manifest.checkpoint_keys, strict=True)),
+        born=born,
     )

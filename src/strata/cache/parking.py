@@ -17,6 +17,7 @@ from strata.cache.blocks import BlockPool
 from strata.cache.capturing import Capturing, Lengths, payload_lengths, rows, segment_lengths
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
+from strata.cache.kept import Kept
 from strata.cache.put import PutOutcome
 from strata.cache.ram import Blocks, RamLevel
 from strata.cache.spilling import Spiller
@@ -66,6 +67,7 @@ class Desk:
     clock: Callable[[], float]
     ram: RamLevel | None
     disk: DiskLevel | None
+    kept: Kept
     spiller: Spiller | None
     mirror: bool
 
@@ -77,9 +79,11 @@ class Parking:
     """A park on its way. Made by `ConversationCache.begin_park`; `run` must follow."""
 
     def __init__(
-        self, job: ParkJob, segments: tuple[Segment, ...], facts: ParkFacts, placed: Placement, desk: Desk
+        self, job: ParkJob, segments: tuple[Segment, ...], facts: ParkFacts, placed: Placement, desk: Desk, *, born: int
     ) -> None:
+        """`born`: see Conversation."""
         self.job = job
+        self._born = born
         self._segments = segments
         self._keys = tuple(segment.key for segment in segments)
         self._facts = facts
@@ -87,13 +91,13 @@ class Parking:
         self._desk = desk
         self._capturing = Capturing(job.slot, engine=desk.engine, pool=desk.pool, counters=desk.counters)
         self._captured = asyncio.Event()
-        self._promised_bytes = 0
+        self._promised_bytes = self._promised = 0
         self._writing: PutWriter | None = None
         self.wanted = False
         if desk.ram is not None:
             desk.ram.lease(self._keys)
         if placed.destination is Destination.RAM:
-            self._promise(placed.need_bytes)
+            self._promise(placed.need_bytes, 1)
         else:
             self._begin_put()
 
@@ -120,13 +124,13 @@ class Parking:
                 if await self._into_ram():
                     return True
                 if not self._goes_to_disk():
-                    self.give_up()
+                    self.give_up(self._capturing.stop_reason)
                     return False
                 self._begin_put()
             return await self._onto_disk()
         finally:
             self._captured.set()
-            self._promise(-self._promised_bytes)
+            self._promise(-self._promised_bytes, -self._promised)
             if self._desk.ram is not None:
                 self._desk.ram.release(self._keys)
 
@@ -135,10 +139,11 @@ class Parking:
 
     # ------------------------------------------------------------------------------------------------------------- RAM
 
-    def _promise(self, n_bytes: int) -> None:
+    def _promise(self, n_bytes: int, conversations: int = 0) -> None:
         self._promised_bytes += n_bytes
+        self._promised += conversations
         if self._desk.ram is not None:
-            self._desk.ram.promise(n_bytes)
+            self._desk.ram.promise(n_bytes, conversations)
 
     async def _into_ram(self) -> bool:
         """False, and placed anew, when the memory was not there in the end."""
@@ -153,19 +158,28 @@ class Parking:
         staying = desk.admission.facts(
             ram_need_bytes=0,
             transient_need_bytes=0,
-            evictable_bytes=ram.evictable_bytes(),
+            evictable_bytes=ram.evictable_bytes(self._keys),
             fits_budget=True,
             disk_usable=self._facts.disk_usable,
             provisional=job.provisional,
-            durable_below=self._facts.durable_below,
+            durable_below=desk.kept.anywhere(self._keys),
             mirror_parks=desk.mirror,
         )
         placed = after_capture(staying)
         if placed.destination is not Destination.RAM:
             self._placed = placed
             return False
+        if placed.evict_bytes:
+            desk.kept.evict(ram.plan_to_free(placed.evict_bytes, self._keys))
+        self._promise(-self._promised_bytes, -self._promised)
         entry, old = ram.add_conversation(
-            job.root, job.tokens, job.frontier, job.conversation, self._keys, provisional=job.provisional
+            job.root,
+            job.tokens,
+            job.frontier,
+            job.conversation,
+            self._keys,
+            born=self._born,
+            provisional=job.provisional,
         )
         desk.counters.ram_superseded += len(old)
         desk.counters.provisional += job.provisional
@@ -195,7 +209,7 @@ class Parking:
             conversation=job.conversation,
             segments=self._segments,
         )
-        put = desk.disk.begin_put(manifest, whole=False)
+        put = desk.disk.begin_put(manifest, whole=False, born=self._born)
         self._writing = PutWriter(put, disk=desk.disk, engine=desk.engine, pool=desk.pool)
 
     async def _onto_disk(self) -> bool:
@@ -209,7 +223,7 @@ class Parking:
             self._captured.set()
             outcome = await desk.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
         self._account(outcome)
-        return len(outcome.durable) == len(self._keys)
+        return outcome.durable.issuperset(self._keys) and not outcome.reason
 
     async def _write_missing(self, writing: PutWriter) -> int:
         """Hand the missing segments to the writer; how many of all segments it has or had."""
@@ -230,6 +244,8 @@ class Parking:
         assert desk.disk is not None, "placed on disk without a disk level"
         if not outcome.durable:
             desk.counters.refused += 1
+            if desk.kept.anywhere(self._keys):
+                self._placed = replace(placed, destination=Destination.DROP)  # another copy of it is
             self.give_up(outcome.reason)
             return
         transient = placed.destination is Destination.DISK_TRANSIENT
@@ -243,21 +259,30 @@ class Parking:
         where = f"slot {job.slot} -> {desk.disk.name}"
         desk.tell(job, "park", f"{outcome.tokens} of {len(job.tokens)} tokens, {where}{note}")
 
+    def make_room(self, n_bytes: int) -> None:
+        """Let RAM give memory back, as far as it may."""
+        ram = self._desk.ram
+        if ram is not None:
+            self._desk.kept.evict(ram.plan_to_free(n_bytes, self._keys))
+
     # --------------------------------------------------------------------------------------------------------- nowhere
 
     def give_up(self, reason: str = "") -> None:
         """The state is kept nowhere outside the engine: a discard, if it is about to leave its slot."""
-        job = replace(self.job, leaving=self.job.leaving or self.wanted)
+        gone = self.wanted or self._capturing.engine_is_gone
+        job = replace(self.job, leaving=self.job.leaving or gone)
         give_up(self._desk, job, self._placed, reason)
 
 
 def give_up(desk: Desk, job: ParkJob, placed: Placement, reason: str = "", *, evicted: int = 0) -> None:
     """Count, log and tell that a state is not kept. One that still lies in its slot is tried again when it leaves."""
     counters, n_tokens = desk.counters, len(job.tokens)
-    if placed.destination is Destination.DROP:
+    if placed.destination is Destination.DROP or job.provisional:
         counters.provisional_dropped += job.provisional
+        counters.skipped += not job.provisional
         return
     if not job.leaving:
+        counters.deferred += 1
         log.warning("%d tokens stay in slot %d only: %s", n_tokens, job.slot, reason or placed.reason)
         return
     counters.discards += 1
@@ -299,6 +324,12 @@ class DiskSource:
         if not wanted and self._writing.queued_bytes > MOST_QUEUED_BYTES:
             return None
         spans = self._pool.try_take(flat, "park")
+        if spans is None and not self._pool.is_passing:
+            # Nothing will come back: RAM has all of the arena, and the system gives no more.
+            self._parking.make_room(sum(flat))
+            spans = self._pool.try_take(flat, "park")
+            if spans is None:
+                return "the arena could not grow"
         if spans is None:
             return "its slot was wanted while the writer was behind" if wanted else None
         return rows(spans, len(lengths[0]))

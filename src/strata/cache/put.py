@@ -32,13 +32,16 @@ class Put:
     """A write under way. `manifest`: of all that is to be written; its serial and stamp are given at the commit.
 
     `missing`: keys of its segments and checkpoints that this write must bring. `unwritten`: those of them that are not
-    written yet, with their bytes. `whole`: nothing less than all of it may become durable.
+    written yet, with their bytes. `whole`: nothing less than all of it may become durable. `born`: see Conversation.
+    `guest_bytes`: what it brings, if it is larger than the level's whole budget.
     """
 
     manifest: Manifest
     ticket: int
     missing: frozenset[Key]
     whole: bool
+    born: int = 0
+    guest_bytes: int = 0
     unwritten: dict[Key, int] = field(default_factory=dict)
 
     @property
@@ -48,8 +51,12 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOutcome:
-    """`durable`: the keys that the level now names for it, in full or a prefix. `reason`: why not all, else empty."""
+    """`durable`: the keys that the level now names for it, in full or a prefix. `reason`: why not all, else empty.
+
+    `serial`: of what became durable.
+    """
 
     durable: frozenset[Key]
     tokens: int
     reason: str
+    serial: int = 0

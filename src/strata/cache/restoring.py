@@ -1,55 +1,80 @@
 """RAM or disk -> engine: every header of the plan first, then block by block, each applied once its checksum holds.
 
-Each segment comes from the RAM level if that has it, else from the disk level that was asked. Reads and hashing run
-ahead of the engine by a few blocks. What fails ends the restore there: the slot keeps the verified prefix, and the
-caller learns which segment was damaged or missing and why.
+The plan says which level each segment comes from. Reads and hashing run ahead of the engine by a few blocks. What fails
+ends the restore there: the slot keeps the verified prefix, and the caller learns which segment of which level it was,
+which of its files are at fault, and why. What happens then is the ladder's business (cache/ladder.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import block_lengths
+from strata.cache.disk import DiskLevel
+from strata.cache.entries import HeldSegment
 from strata.cache.ram import RamLevel
-from strata.cache.state import HeldSegment, Match
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment
-from strata.store.reader import Damaged, Loaded, NotRead, Reader
+from strata.store.reader import Damaged, Loaded, Missing, NotRead
 from strata.types import MIB, Key, Span, Tokens
 
 READ_AHEAD_BYTES = 64 * MIB
 """Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen."""
 
 
+class Fault(Enum):
+    """What is wrong with a segment that could not be used."""
+
+    DAMAGED = "damaged"  # a file, or the copy in RAM, is not what was stored, or a stage of it is missing
+    UNREADABLE = "unreadable"  # the system cannot read it now; that says nothing about the file
+    REFUSED = "refused"  # the engine did not take it
+    NO_MEMORY = "no memory"  # nothing: there was no memory to read it into
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A segment to restore, as the level it comes from holds it. `disk` None: RAM."""
+
+    held: HeldSegment
+    disk: DiskLevel | None
+
+    @property
+    def level(self) -> str:
+        return RamLevel.name if self.disk is None else self.disk.name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadSegment:
-    """A segment that could not be used. `stage` None: the fault lies with no single file. `in_ram`: not with a file."""
+    """A segment that could not be used. `stages`: those whose files are damaged, and only they are to be set aside."""
 
-    key: Key
-    stage: int | None
-    damaged: bool
+    planned: Planned
+    fault: Fault
     reason: str
-    in_ram: bool = False
+    stages: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """For people: where, and why."""
+        segment = self.planned.held.segment
+        where = f"tokens [{segment.start}, {segment.end}) of {self.planned.level}"
+        return f"{where}, segment {segment.key.hex()[:12]}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """`held`: positions the slot holds now. `bad`: the segment that ended the restore early, if one did.
+class Applied:
+    """`held`: positions the slot holds now, if the engine is right. `bad`: what ended it early, if something did.
 
-    `n_bytes` of payload were applied, `ram_bytes` of them out of RAM.
+    `bytes_by_level`: payload that was applied, in the order of first use.
     """
 
     held: int
-    n_bytes: int
-    ram_bytes: int
-    seconds: float
+    bytes_by_level: dict[str, int]
     bad: BadSegment | None = None
 
 
@@ -57,12 +82,16 @@ class Restored:
 class _Block:
     """One block of the plan: its token range and ids, and the header of each stage's file; none when it is in RAM."""
 
-    key: Key
+    planned: Planned
     tokens: Tokens
     start: int
     end: int
     index: int
     headers: tuple[SegmentHeader, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.planned.held.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,50 +106,40 @@ _Loads = deque[tuple[_Block, "asyncio.Task[_Ready | BadSegment]"]]
 
 
 class Restoring:
-    """One restore: the parts of `match` behind position `keep` into `slot`, which holds exactly [0, keep)."""
+    """One rung: the parts of a plan behind position `keep` into `slot`, which holds exactly [0, keep)."""
 
-    def __init__(
-        self, *, engine: Engine, ram: RamLevel | None, reader: Reader | None, blocks: BlockPool, slot: int
-    ) -> None:
-        """`reader`: of the disk level that has what RAM lacks. The caller leases every segment."""
+    def __init__(self, *, engine: Engine, ram: RamLevel | None, blocks: BlockPool, slot: int) -> None:
+        """The caller leases every segment of the plan on the level it comes from."""
         self._engine = engine
         self._ram = ram
-        self._reader = reader
         self._blocks = blocks
         self._slot = slot
         self._engine_generation = engine.generation
-        self._applied_bytes = self._ram_bytes = 0
+        self._applied_bytes: Counter[str] = Counter()
         self._window = window(engine)
 
-    async def run(self, match: Match, keep: int) -> Restored:
+    async def run(self, plan: Sequence[Planned], keep: int, upto: int) -> Applied:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
-        began = time.perf_counter()
-        plan, bad = await self._verify_headers([held for held in match.path if held.segment.end > keep])
-        held, worse = await self._apply_all(plan, keep, match.upto)
-        return Restored(
-            held=held,
-            n_bytes=self._applied_bytes,
-            ram_bytes=self._ram_bytes,
-            seconds=time.perf_counter() - began,
-            bad=worse or bad,
-        )
+        blocks, bad = await self._verify_headers([planned for planned in plan if planned.held.segment.end > keep])
+        held, worse = await self._apply_all(blocks, keep, upto)
+        return Applied(held=held, bytes_by_level=dict(self._applied_bytes), bad=worse or bad)
 
     # ------------------------------------------------------------------------------------------------------ headers
 
-    async def _verify_headers(self, path: Sequence[HeldSegment]) -> tuple[list[_Block], BadSegment | None]:
+    async def _verify_headers(self, path: Sequence[Planned]) -> tuple[list[_Block], BadSegment | None]:
         """The blocks to apply: those before the first segment with a bad header, and that segment."""
         info = self._engine.info
-        rows = await asyncio.gather(*(self._headers_of(held) for held in path))
+        rows = await asyncio.gather(*(self._headers_of(planned) for planned in path))
         plan: list[_Block] = []
-        for held, row in zip(path, rows, strict=True):
+        for planned, row in zip(path, rows, strict=True):
             if isinstance(row, BadSegment):
                 return plan, row
-            segment = held.segment
+            segment = planned.held.segment
             ranges = prefix.blocks(segment.start, segment.end, info.block_tokens)
-            ids = held.tokens
+            ids = planned.held.tokens
             plan += [
                 _Block(
-                    key=held.key,
+                    planned=planned,
                     tokens=ids[a - segment.start : b - segment.start],
                     start=a,
                     end=b,
@@ -131,29 +150,32 @@ class Restoring:
             ]
         return plan, None
 
-    async def _headers_of(self, held: HeldSegment) -> tuple[SegmentHeader, ...] | BadSegment:
-        if self._ram is not None and self._ram.index.holds(held.key):
+    async def _headers_of(self, planned: Planned) -> tuple[SegmentHeader, ...] | BadSegment:
+        """The headers of all stages. A stage that is damaged or missing makes the whole segment damaged."""
+        disk, held = planned.disk, planned.held
+        if disk is None:
             return ()
-        info = self._engine.info
-        if self._reader is None:
-            return BadSegment(key=held.key, stage=None, damaged=False, reason="it left RAM meanwhile")
-        stages = range(len(info.stages))
-        outcomes = await asyncio.gather(*(asyncio.wrap_future(self._reader.header(held.key, s)) for s in stages))
+        shapes = self._engine.info.stages
+        outcomes = await asyncio.gather(
+            *(asyncio.wrap_future(disk.reader.header(held.key, stage)) for stage in range(len(shapes)))
+        )
         headers: list[SegmentHeader] = []
+        problems: list[NotRead | None] = []
         for stage, outcome in enumerate(outcomes):
             if not isinstance(outcome, SegmentHeader):
-                return _bad(held.key, stage, outcome)
+                problems.append(outcome)
+                continue
             expected = plan_segment(
                 held.segment,
                 stage=stage,
-                n_stages=len(info.stages),
-                shape=info.stages[stage],
-                block_tokens=info.block_tokens,
+                n_stages=len(shapes),
+                shape=shapes[stage],
+                block_tokens=self._engine.info.block_tokens,
             )
-            if not outcome.same_geometry(expected):
-                return BadSegment(key=held.key, stage=stage, damaged=True, reason=f"unexpected header {outcome!r}")
+            fits = outcome.same_geometry(expected)
+            problems.append(None if fits else Damaged(reason=f"unexpected header {outcome!r}"))
             headers.append(outcome)
-        return tuple(headers)
+        return _bad(planned, problems) or tuple(headers)
 
     # -------------------------------------------------------------------------------------------------------- blocks
 
@@ -201,27 +223,27 @@ class Restoring:
         return [stage.payload_bytes(block.end - block.start) for stage in self._engine.info.stages]
 
     def _count(self, block: _Block) -> None:
-        n_bytes = sum(self._payload_bytes(block))
-        self._applied_bytes += n_bytes
-        self._ram_bytes += 0 if block.headers else n_bytes
+        self._applied_bytes[block.planned.level] += sum(self._payload_bytes(block))
 
     async def _load(self, block: _Block) -> _Ready | BadSegment:
         """One verified block, all stages, in the arena."""
-        if block.headers:
-            return await self._read(block)
-        assert self._ram is not None, "a block without headers is in RAM"
-        if await self._ram.is_intact(block.key, block.index, self._payload_bytes(block)):
+        if block.planned.disk is not None:
+            return await self._read(block, block.planned.disk)
+        assert self._ram is not None, "a block was planned from RAM"
+        # Another restore may have set it aside, or found another copy for it, meanwhile.
+        is_there = self._ram.index.held(block.key) is block.planned.held
+        if is_there and await self._ram.is_intact(block.key, block.index, self._payload_bytes(block)):
             return _Ready(spans=self._ram.blocks(block.key)[block.index], ours=False)
-        return BadSegment(key=block.key, stage=None, damaged=True, reason="its copy in RAM has changed", in_ram=True)
+        return BadSegment(planned=block.planned, fault=Fault.DAMAGED, reason="its copy in RAM has changed")
 
-    async def _read(self, block: _Block) -> _Ready | BadSegment:
-        assert self._reader is not None, "headers were read"
+    async def _read(self, block: _Block, disk: DiskLevel) -> _Ready | BadSegment:
         spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start))
         if spans is None:
-            return BadSegment(key=block.key, stage=None, damaged=False, reason="there is no memory to read it into")
+            reason = "there is no memory to read it into"
+            return BadSegment(planned=block.planned, fault=Fault.NO_MEMORY, reason=reason)
         try:
             reads = [
-                asyncio.wrap_future(self._reader.block(header, block.index, self._blocks.place(span)))
+                asyncio.wrap_future(disk.reader.block(header, block.index, self._blocks.place(span)))
                 for header, span in zip(block.headers, spans, strict=True)
             ]
             outcomes = await asyncio.shield(asyncio.gather(*reads))
@@ -229,11 +251,10 @@ class Restoring:
             # The threads may still be writing into the spans: they come back when the reads end.
             asyncio.gather(*reads).add_done_callback(lambda _: self._blocks.give_back(spans))
             raise
-        for stage, outcome in enumerate(outcomes):
-            if not isinstance(outcome, Loaded):
-                self._blocks.give_back(spans)
-                return _bad(block.key, stage, outcome)
-        return _Ready(spans=spans, ours=True)
+        bad = _bad(block.planned, [None if isinstance(outcome, Loaded) else outcome for outcome in outcomes])
+        if bad is not None:
+            self._blocks.give_back(spans)
+        return bad or _Ready(spans=spans, ours=True)
 
     async def _apply(self, block: _Block, ready: _Ready, held: int, upto: int) -> BadSegment | None:
         try:
@@ -253,7 +274,7 @@ class Restoring:
         if self._engine.generation != self._engine_generation:
             raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
-        return BadSegment(key=block.key, stage=None, damaged=False, reason=reason)
+        return BadSegment(planned=block.planned, fault=Fault.REFUSED, reason=reason)
 
     async def _drain(self, loads: _Loads) -> None:
         """Give back what was read but will not be applied."""
@@ -273,5 +294,36 @@ def window(engine: Engine) -> int:
     return min(16, max(2, READ_AHEAD_BYTES // block_bytes))
 
 
-def _bad(key: Key, stage: int, outcome: NotRead) -> BadSegment:
-    return BadSegment(key=key, stage=stage, damaged=isinstance(outcome, Damaged), reason=outcome.reason)
+def need_bytes(engine: Engine, path: Sequence[HeldSegment]) -> int:
+    """Arena bytes that a restore of these segments from disk holds at once."""
+    longest = max(held.segment.n_tokens for held in path)
+    return window(engine) * sum(block_lengths(engine, min(longest, engine.info.block_tokens)))
+
+
+def planned_bytes(engine: Engine, plan: Sequence[Planned], held: int, upto: int) -> dict[str, int]:
+    """Payload bytes by level that a restore from [0, held) to [0, upto) moves: whole blocks."""
+    info, found = engine.info, Counter[str]()
+    for planned in plan:
+        segment = planned.held.segment
+        for start, end in prefix.blocks(segment.start, segment.end, info.block_tokens):
+            if end > held and start < upto:
+                found[planned.level] += sum(stage.payload_bytes(end - start) for stage in info.stages)
+    return dict(found)
+
+
+def _bad(planned: Planned, problems: Sequence[NotRead | None]) -> BadSegment | None:
+    """What the outcomes of all stages say about a segment; None when every one is sound.
+
+    Damage outweighs a read that failed: the files at fault are known then, whatever the others are.
+    """
+    damaged = tuple(stage for stage, problem in enumerate(problems) if isinstance(problem, Damaged))
+    gone = [stage for stage, problem in enumerate(problems) if isinstance(problem, Missing)]
+    failed = [stage for stage, problem in enumerate(problems) if problem is not None]
+    if not failed:
+        return None
+    worst = [*damaged, *gone, *failed][0]
+    problem = problems[worst]
+    assert problem is not None, "one that failed"
+    stage = f"stage {worst}: " if len(problems) > 1 else ""
+    fault = Fault.DAMAGED if damaged or gone else Fault.UNREADABLE
+    return BadSegment(planned=planned, fault=fault, reason=stage + problem.reason, stages=damaged)

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from strata.cache.blocks import BlockPool
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import RETRY_S, DiskLevel
+from strata.cache.entries import Conversation
+from strata.cache.put import PutOutcome
 from strata.cache.ram import RamLevel
-from strata.cache.state import Conversation
 from strata.cache.story import Story
+from strata.cache.tasks import watched
 from strata.cache.writing import PutWriter, manifest_of
 from strata.engine.protocol import Engine
 from strata.rules import prefix
+
+DAMAGED = "the copy in RAM was damaged"
 
 log = logging.getLogger("strata.cache")
 
@@ -58,80 +62,97 @@ class Spiller:
         self._throttle_s = throttle_s
         self._cells: dict[int, _Cell] = {}  # by serial in RAM, in the order they came
         self._written_s: dict[bytes, float] = {}  # when a conversation was last written
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # at most one
+        self._writing: int | None = None  # serial
         self._timer: asyncio.TimerHandle | None = None
-        self._hurried = False
+        self._hurried = self._closed = False
 
     def __repr__(self) -> str:
         return f"Spiller({len(self._cells)} waiting)"
 
     @property
     def waiting(self) -> int:
-        """Conversations that have yet to be written."""
-        return len(self._cells)
+        """Conversations that have yet to be written, or are being written."""
+        return len(self._cells) + (self._writing is not None)
 
     @property
     def is_writing(self) -> bool:
         """Whether something is being written, or is due."""
-        return self._task is not None
+        return bool(self._tasks)
 
     def offer(self, serial: int, *, instead_of: Iterable[int] = ()) -> None:
         """Write a RAM conversation soon. `instead_of`: what it superseded, which need not be written any more."""
-        for old in instead_of:
-            self._counters.collapsed += self._cells.pop(old, None) is not None
-        if serial in self._cells:
+        self.collapse(instead_of)
+        if serial in self._cells or serial == self._writing or not self._ram.index.has_conversation(serial):
             return
         conversation = self._ram.index.conversation(serial).conversation
-        not_before_s = 0.0
-        if self._throttle_s and conversation in self._written_s:
-            not_before_s = self._written_s[conversation] + self._throttle_s
-            self._counters.throttled += not_before_s > self._clock()
+        not_before_s = self._written_s.get(conversation, -self._throttle_s) + self._throttle_s
+        if self._hurried:
+            not_before_s = 0.0
+        self._counters.throttled += not_before_s > self._clock()
         self._cells[serial] = _Cell(serial=serial, not_before_s=not_before_s)
         self.wake()
 
+    def offer_oldest(self, entries: Iterable[Conversation], n_bytes: int) -> None:
+        """Write these, in their order, until `n_bytes` of RAM can be evicted afterwards."""
+        for entry in entries:
+            if n_bytes <= 0:
+                break
+            self.offer(entry.serial)
+            n_bytes -= self._ram.index.bytes_named_by([entry.serial], alone=True)
+
+    def collapse(self, serials: Iterable[int]) -> None:
+        """These need not be written any more: a newer state of theirs is, or will be."""
+        for serial in serials:
+            self._counters.collapsed += self._cells.pop(serial, None) is not None
+
     def wake(self) -> None:
         """Write what is due; sleep until the next is."""
-        if self._task is not None or not self._cells:
+        if self._closed or self._tasks or not self._cells:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._due() is not None:
-            self._task = asyncio.create_task(self._run(), name="spiller")
+            watched(self._run(), "the spiller", self._tasks).add_done_callback(lambda _: self.wake())
             return
         wait_s = max(0.0, min(cell.not_before_s for cell in self._cells.values()) - self._clock())
         self._timer = asyncio.get_running_loop().call_later(wait_s, self.wake)
 
     def _due(self) -> _Cell | None:
         now = self._clock()
-        return next((cell for cell in self._cells.values() if self._hurried or cell.not_before_s <= now), None)
+        return next((cell for cell in self._cells.values() if cell.not_before_s <= now), None)
 
     async def _run(self) -> None:
-        try:
-            while (cell := self._due()) is not None:
-                del self._cells[cell.serial]
-                if not self._ram.index.has_conversation(cell.serial):
-                    continue
-                if not await self._spill(self._ram.index.conversation(cell.serial)):
-                    if self._hurried:
-                        continue  # the last attempt
-                    cell.not_before_s = self._clock() + RETRY_S
-                    self._cells[cell.serial] = cell
-        finally:
-            self._task = None
-        self.wake()
+        while not self._closed and (cell := self._due()) is not None:
+            del self._cells[cell.serial]
+            if not self._ram.index.has_conversation(cell.serial):
+                continue
+            self._writing, done = cell.serial, False
+            try:
+                done = await self._spill(self._ram.index.conversation(cell.serial))
+            finally:
+                self._writing = None
+                if not done and self._ram.index.has_conversation(cell.serial):
+                    # At the end of the line, so that one that cannot be written does not keep the others waiting.
+                    self._cells[cell.serial] = _Cell(serial=cell.serial, not_before_s=self._clock() + RETRY_S)
 
     async def flush(self) -> None:
-        """Write everything that waits, throttled or not; what fails now is given up."""
+        """Try to write everything that waits, throttled or not, once; what fails goes on waiting."""
         self._hurried = True
-        self.wake()
-        while self._task is not None:
-            await asyncio.wait([self._task])
+        try:
+            for cell in self._cells.values():
+                cell.not_before_s = 0.0
+            self.wake()
+            while self._tasks:
+                await asyncio.wait(set(self._tasks))
+        finally:
+            self._hurried = False
 
     async def _spill(self, entry: Conversation) -> bool:
         """Write one conversation; False when it did not become durable."""
         if self._disk.index.stores(entry.keys):
-            self._counters.skipped += 1
+            self._counters.spill_skipped += 1
             return True
         segments = prefix.chain(entry.root, entry.tokens, prefix.cuts(len(entry.tokens), entry.frontier or None))
         manifest = manifest_of(
@@ -141,31 +162,49 @@ class Spiller:
             conversation=entry.conversation,
             segments=segments,
         )
-        if refusal := self._disk.refuses(sum(manifest.file_bytes)):
+        index = self._disk.index
+        sizes = zip(manifest.keys, manifest.file_bytes, strict=True)
+        if refusal := self._disk.refuses(sum(n for key, n in sizes if not index.holds(key))):
             self._disk.counters.rejected += 1
             return self._failed(entry, refusal)
         self._ram.lease(entry.keys)
-        put = self._disk.begin_put(manifest, whole=True)
+        put = self._disk.begin_put(manifest, whole=True, born=entry.born)
         writing = PutWriter(put, disk=self._disk, engine=self._engine, pool=self._pool)
-        reached, reason = 0, "the copy in RAM was damaged"
+        reached, reason = 0, ""
         try:
             for segment in segments:
                 if segment.key in put.missing:
                     if not self._ram.index.holds(segment.key):
+                        reason, put.whole = DAMAGED, False  # what precedes it is kept
                         break
                     await writing.from_ram(segment, self._ram)
                 reached += 1
         finally:
             outcome = await self._disk.finish_put(put, reached, reason)
             self._ram.release(entry.keys)
-        if not outcome.durable:
+        return self._ended(entry, outcome)
+
+    def _ended(self, entry: Conversation, outcome: PutOutcome) -> bool:
+        """Count and tell; True when nothing of it is left to write."""
+        damaged = outcome.reason == DAMAGED
+        if not outcome.durable and not damaged:
             return self._failed(entry, outcome.reason)
-        self._counters.spilled += 1
-        self._written_s[entry.conversation] = self._clock()
-        self._story.tell(
-            self._clock(), entry.conversation, "spill", f"{outcome.tokens} tokens, ram -> {self._disk.name}"
-        )
-        return True
+        now = self._clock()
+        if outcome.durable:
+            self._counters.spilled += 1
+            if self._throttle_s:
+                self._written_s = {c: at for c, at in self._written_s.items() if at + self._throttle_s > now}
+                self._written_s[entry.conversation] = now
+            note = f", cut short: {DAMAGED}" if damaged else ""
+            self._story.tell(
+                now, entry.conversation, "spill", f"{outcome.tokens} tokens, ram -> {self._disk.name}{note}"
+            )
+        else:
+            self._counters.discards += 1
+            self._story.tell(now, entry.conversation, "discard", f"{len(entry.tokens)} tokens: {DAMAGED}")
+        if damaged:
+            self._ram.drop([entry.serial])
+        return len(outcome.durable) == len(entry.objects) or damaged
 
     def _failed(self, entry: Conversation, reason: str) -> bool:
         self._counters.spill_failed += 1
@@ -173,5 +212,7 @@ class Spiller:
         return False
 
     def close(self) -> None:
+        """Write nothing more."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()

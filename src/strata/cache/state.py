@@ -11,82 +11,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from strata.cache.entries import NO_MATCH, Conversation, HeldSegment, Match
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSegment:
-    """A durable segment of the level. `sort_tokens`: its token ids, big endian, so that bytes sort like tokens."""
-
-    segment: Segment
-    sort_tokens: bytes
-
-    @property
-    def key(self) -> Key:
-        return self.segment.key
-
-    @property
-    def tokens(self) -> Tokens:
-        """The segment's own token ids, shape (n_tokens,)."""
-        return np.frombuffer(self.sort_tokens, ">u4").astype(np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A durable manifest: the tokens of one conversation and the keys of the segments that hold their K/V.
-
-    `conversation`: its conversation key (SPEC §6). `frontier` 0 = no turn opener. A foreign one (another identity) has
-    no tokens and a root that no request of ours has.
-    """
-
-    serial: int
-    root: Key
-    conversation: bytes
-    tokens: Tokens
-    frontier: int
-    keys: tuple[Key, ...]
-    manifest_bytes: int
-    stamp_s: float
-    checkpoints: tuple[tuple[int, Key], ...] = ()
-    """Position and key, ascending; those that can be used: `LevelIndex.usable_checkpoints`."""
-
-    @property
-    def objects(self) -> tuple[Key, ...]:
-        """All that it keeps on the level: segments, then checkpoints."""
-        return (*self.keys, *(key for _, key in self.checkpoints))
-
-    @classmethod
-    def foreign(cls, serial: int, keys: tuple[Key, ...], *, manifest_bytes: int, stamp_s: float) -> Conversation:
-        """One of another identity."""
-        return cls(
-            serial=serial,
-            root=Key(b""),
-            conversation=b"",
-            tokens=np.empty(0, np.int32),
-            frontier=0,
-            keys=keys,
-            manifest_bytes=manifest_bytes,
-            stamp_s=stamp_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto)."""
-
-    path: tuple[HeldSegment, ...]
-    upto: int
-
-
-NO_MATCH = Match(path=(), upto=0)
+NEWEST = 1 << 62  # later than any state is parked
 
 
 class LevelIndex:
@@ -111,18 +46,20 @@ class LevelIndex:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def lookup(self, root: Key, tokens: Tokens) -> Match:
-        """The longest stored prefix of `tokens`, never all of it. Changes nothing."""
+    def lookup(self, root: Key, tokens: Tokens, *others: LevelIndex) -> Match:
+        """The longest stored prefix of `tokens`, never all of it; with `others` pieced together. Changes nothing."""
+        levels = (self, *others)
         tokens = tokens[: max(0, len(tokens) - 1)]
         path: list[HeldSegment] = []
         parent, at = root, 0
         while at + SEGMENT_TOKENS <= len(tokens):
-            held = self._segments.get(next_key(parent, tokens[at : at + SEGMENT_TOKENS]))
+            key = next_key(parent, tokens[at : at + SEGMENT_TOKENS])
+            held = next((found for level in levels if (found := level.held(key)) is not None), None)
             if held is None:
                 break
             path.append(held)
             parent, at = held.key, held.segment.end
-        tail, upto = self._longest_tail(parent, at, tokens)
+        tail, upto = max((level._longest_tail(parent, at, tokens) for level in levels), key=lambda found: found[1])
         return Match(path=(*path, *tail), upto=upto) if path or tail else NO_MATCH
 
     def _longest_tail(self, parent: Key, at: int, tokens: Tokens) -> tuple[list[HeldSegment], int]:
@@ -164,6 +101,10 @@ class LevelIndex:
         named = self._conversations[serial].checkpoints
         return tuple((position, key) for position, key in named if key in self._checkpoints)
 
+    def held(self, key: Key) -> HeldSegment | None:
+        """The segment, if it is durable and can be used. Another object once it was lost and written anew."""
+        return self._segments.get(key)
+
     def is_named(self, key: Key) -> bool:
         """Whether a stored conversation names the segment, usable or not."""
         return self._references[key] > 0
@@ -189,10 +130,6 @@ class LevelIndex:
         """Whether exactly one stored conversation names the segment."""
         return self._references[key] == 1
 
-    def ends_with(self, key: Key) -> bool:
-        """Whether a stored conversation ends with this segment, and it can be used."""
-        return self._last_keys[key] > 0 and key in self._segments
-
     def segment_count(self) -> int:
         return len(self._segments)
 
@@ -201,21 +138,27 @@ class LevelIndex:
         return any(self._leases[key] for key in keys)
 
     def superseded_by(
-        self, conversation: bytes, root: Key, tokens: Tokens, *, longest: int | None = None
+        self, conversation: bytes, root: Key, tokens: Tokens, *, longest: int | None = None, born: int = NEWEST
     ) -> tuple[int, ...]:
         """Serials of stored states of the same conversation whose frontier chain is a prefix of `tokens` (SPEC §6).
 
-        `longest`: spare states of more tokens than this.
+        `longest`: spare states of more tokens than this. Those parked later than `born` are spared too.
         """
         found: list[int] = []
-        for serial in self._serials_by_conversation.get(conversation, ()):
-            old = self._conversations[serial]
-            if longest is not None and len(old.tokens) > longest:
-                continue
-            upto = old.frontier or len(old.tokens)
-            if old.root == root and upto <= len(tokens) and np.array_equal(old.tokens[:upto], tokens[:upto]):
-                found.append(serial)
+        for old in self._same(conversation, root):
+            spared = old.born > born or (longest is not None and len(old.tokens) > longest)
+            if not spared and old.is_continued_by(tokens):
+                found.append(old.serial)
         return tuple(sorted(found))
+
+    def is_outdated(self, entry: Conversation) -> bool:
+        """Whether a state that was parked later, and is no shorter, supersedes this one."""
+        later = (c for c in self._same(entry.conversation, entry.root) if c.born > entry.born)
+        return any(len(c.tokens) >= len(entry.tokens) and entry.is_continued_by(c.tokens) for c in later)
+
+    def _same(self, conversation: bytes, root: Key) -> list[Conversation]:
+        serials = self._serials_by_conversation.get(conversation, ())
+        return [c for c in map(self._conversations.__getitem__, serials) if c.root == root]
 
     def oldest_beyond(self, conversation: bytes, keep: int) -> tuple[int, ...]:
         """Serials of the states of a conversation but for the newest `keep`; none when `keep` is 0."""
@@ -223,18 +166,20 @@ class LevelIndex:
         newest = sorted((self._conversations[s] for s in serials), key=lambda c: (c.stamp_s, c.serial), reverse=True)
         return tuple(c.serial for c in newest[keep:])
 
-    def compacted_by(self, conversation: bytes, root: Key, tokens: Tokens, limit: int) -> tuple[int, ...] | None:
+    def compacted_by(
+        self, conversation: bytes, root: Key, tokens: Tokens, limit: int, *, born: int = NEWEST
+    ) -> tuple[int, ...] | None:
         """Serials of states of the same conversation that `tokens` rewrote so early that they can be no hit (SPEC §6).
 
         They share fewer than `limit` tokens with it and are at least that long themselves: of shorter ones nobody can
-        tell a rewrite from an edit. None when two of them share equally much and then differ: their owner is unclear.
+        tell a rewrite from an edit, nor of those parked later than `born`. None when two of them share equally much and
+        then differ: their owner is unclear.
         """
         found: list[tuple[int, Conversation]] = []
-        for serial in self._serials_by_conversation.get(conversation, ()):
-            old = self._conversations[serial]
+        for old in self._same(conversation, root):
             shared = shared_prefix(old.tokens, tokens)
             extends = shared >= (old.frontier or len(old.tokens)) or shared == len(tokens)
-            if old.root == root and not extends and shared < limit <= len(old.tokens):
+            if old.born <= born and not extends and shared < limit <= len(old.tokens):
                 found.append((shared, old))
         found.sort(key=lambda pair: pair[0])
         for (shared, old), (next_shared, other) in pairwise(found):
@@ -250,24 +195,42 @@ class LevelIndex:
         need_bytes: int,
         budget_bytes: int,
         too_many: int = 0,
+        coming: Collection[Key] = (),
+        leaving: Collection[int] = (),
         rank: Callable[[Conversation], int | None] = lambda _: 0,
     ) -> Eviction:
-        """What must go so that `need_bytes` more fit the budget (rules/eviction.py). `rank` None spares an entry."""
+        """What must go so that `need_bytes` more fit the budget (rules/eviction.py). `rank` None spares an entry;
+        those `leaving` count as gone already, with the segments that only they name."""
+        references, sizes = self._references, self._bytes
+        if leaving:
+            references = self._references - self._named_by(leaving)
+            sizes = {key: n for key, n in sizes.items() if references[key] or not self._references[key]}
         entries = (
             Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.objects, rank=order)
             for c in self._conversations.values()
-            if (order := rank(c)) is not None
+            if c.serial not in leaving and (order := rank(c)) is not None
         )
         return plan_eviction(
             conversations=entries,
-            segment_bytes=self._bytes,
-            references=self._references,
+            segment_bytes=sizes,
+            references=references,
             leased={key for key, n in self._leases.items() if n},
             used_bytes=used_bytes,
             need_bytes=need_bytes,
             budget_bytes=budget_bytes,
             too_many=too_many,
+            coming=coming,
         )
+
+    def bytes_named_by(self, serials: Collection[int], *, alone: bool) -> int:
+        """What these conversations take on disk; `alone`: but for segments that others name too."""
+        keys = (key for key, n in self._named_by(serials).items() if not alone or n == self._references[key])
+        known = (self._conversations[s] for s in serials if s in self._conversations)
+        return sum(map(self.bytes_of, keys)) + sum(c.manifest_bytes for c in known)
+
+    def _named_by(self, serials: Collection[int]) -> Counter[Key]:
+        known = (self._conversations[s] for s in serials if s in self._conversations)  # others have vanished
+        return Counter(key for c in known for key in c.objects)
 
     # ------------------------------------------------------------------------------------------------------- changing
 

@@ -31,6 +31,7 @@ def disk_status(disk: DiskLevel) -> dict[str, object]:
         "folder": str(disk.level.root),
         "budget_bytes": disk.limits.budget_bytes,
         "used_bytes": disk.level.used_bytes,
+        "over_budget": over_budget(disk),
         "free_bytes": disk.level.free_bytes(),
         "writes_under_way": disk.puts_under_way,
         "moving": len(disk.moving),
@@ -39,6 +40,16 @@ def disk_status(disk: DiskLevel) -> dict[str, object]:
         "counters": disk.counters.as_dict(),
         **_index_status(disk.index),
     }
+
+
+def over_budget(disk: DiskLevel) -> str:
+    """Why a level takes more than its budget; empty when it does not."""
+    excess = disk.used_bytes - disk.limits.budget_bytes
+    if excess <= 0:
+        return ""
+    if disk.stuck:
+        return f"{excess} bytes over the budget: {len(disk.stuck)} conversations cannot leave"
+    return f"{excess} bytes over the budget: what is left is in use, set aside, or alone larger than the budget"
 
 
 def story_status(story: Story) -> list[dict[str, object]]:

@@ -50,7 +50,7 @@ async def _run(config: Config, listener: socket.socket) -> int:
         try:
             loaded = await _load(server, doorway, stopping)
             if loaded:
-                doorway.open(create_app(server, config.api_key))
+                doorway.open(create_app(server, config.api_key, names=_names(config.host)))
                 _announce(config, server, url)
                 await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             return 0
@@ -150,6 +150,13 @@ def _announce(config: Config, server: Server, url: str) -> None:
             "conversation's next turn: `cached_tokens` in the answer says how much of it was not read again.\n",
             flush=True,
         )
+
+
+def _names(host: str) -> set[str]:
+    """What this server is called: as it was told to listen, and this machine's own name where others can connect."""
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        return {host}
+    return {host, socket.gethostname(), f"{socket.gethostname()}.local"}
 
 
 def _url(host: str, port: int) -> str:

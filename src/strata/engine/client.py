@@ -18,16 +18,20 @@ import msgspec
 from strata.engine.process import Chunk, EngineProcess, RunHandle
 from strata.engine.protocol import (
     Apply,
+    ApplyCheckpoint,
     Capture,
+    CaptureCheckpoint,
     Detokenize,
     Detokenized,
     Done,
     EngineInfo,
     EngineSettings,
     Fork,
+    Hold,
     Loading,
     Prepare,
     Prepared,
+    ReleaseCheckpoint,
     Run,
     Trim,
     pack_tokens,
@@ -224,8 +228,8 @@ class EngineClient:
     def run(self, command: Run) -> RunHandle:
         return self._live().run(msgspec.structs.replace(command, request=self._next()))
 
-    async def fork(self, source: int, target: int, n: int) -> Done:
-        job = Fork(job=self._next(), source=source, target=target, n=n)
+    async def fork(self, source: int, target: int, n: int, checkpoint: int | None = None) -> Done:
+        job = Fork(job=self._next(), source=source, target=target, n=n, checkpoint=checkpoint)
         return await self._live().call(job, job.job, Done)
 
     async def trim(self, slot: int, n: int) -> Done:
@@ -261,4 +265,24 @@ class EngineClient:
             spans=spans,
             tokens=pack_tokens(tokens),
         )
+        return await process.call(job, job.job, Done, to_the_end=True)
+
+    async def hold(self, slot: int) -> Done:
+        job = Hold(job=self._next(), slot=slot)
+        return await self._live().call(job, job.job, Done)
+
+    async def capture_checkpoint(self, checkpoint: int, offset: int, span: Span) -> Done:
+        process = self._live()
+        await process.has_chunks([span])
+        job = CaptureCheckpoint(job=self._next(), checkpoint=checkpoint, offset=offset, span=span)
+        return await process.call(job, job.job, Done, to_the_end=True)
+
+    async def release_checkpoint(self, checkpoint: int) -> Done:
+        job = ReleaseCheckpoint(job=self._next(), checkpoint=checkpoint)
+        return await self._live().call(job, job.job, Done)
+
+    async def apply_checkpoint(self, slot: int, *, position: int, offset: int, total: int, span: Span) -> Done:
+        process = self._live()
+        await process.has_chunks([span])
+        job = ApplyCheckpoint(job=self._next(), slot=slot, position=position, offset=offset, total=total, span=span)
         return await process.call(job, job.job, Done, to_the_end=True)

@@ -3,12 +3,16 @@
 The state of a position is a hash of every token up to it, and the next token is a function of the last state. A capture
 writes the states of its range into the spans; an apply takes what it finds there, so a wrong restore changes what is
 generated afterwards, and is counted in `wrong_restores`. Text is bytes: token = byte + 10; 1 opens a turn, 2 ends one.
+
+`memory` chooses what it can be parked as: "segments" (rows), "checkpoints" (rows and a checkpoint), "recurrent"
+(checkpoints only; mode "checkpoints" without stages) or "opaque" (the same, mode "opaque").
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -19,6 +23,7 @@ from strata.engine.protocol import (
     Done,
     EngineInfo,
     Finished,
+    Held,
     Prepared,
     Progress,
     Run,
@@ -29,11 +34,12 @@ from strata.engine.protocol import (
 from strata.engine.text import TextStream
 from strata.errors import BadRequest, EngineGone, EngineRefused, RunError
 from strata.store.arena import Arena
-from strata.types import PAGE, SEGMENT_TOKENS, Span, StageShape, Tokens
+from strata.types import BLOCK_BYTES, PAGE, SEGMENT_TOKENS, Span, StageShape, Tokens, pad_to_page
 
 OPENER, END, FIRST_BYTE = 1, 2, 10
 STATE_BYTES = 32
 BASE_BYTES = 24
+CHECKPOINT_HEAD_BYTES = 8 + STATE_BYTES  # position, last state; zeros behind it
 _END_ONE_IN = 64
 
 
@@ -45,7 +51,11 @@ def text_tokens(text: str) -> Tokens:
     return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE).astype(np.int32)
 
 
-def fake_info(*, slots: int, context: int, stages: int, fingerprint: bytes) -> EngineInfo:
+def fake_info(
+    *, slots: int, context: int, stages: int, fingerprint: bytes, memory: str = "segments", checkpoint_bytes: int = 0
+) -> EngineInfo:
+    if memory in ("recurrent", "opaque"):
+        stages = 0
     shapes = (
         StageShape(layer_first=i, layer_end=i + 1, base_bytes=BASE_BYTES, token_bytes=STATE_BYTES)
         for i in range(stages)
@@ -63,24 +73,55 @@ def fake_info(*, slots: int, context: int, stages: int, fingerprint: bytes) -> E
         flash_attention=True,
         flash_attention_reason="set by flag",
         threads=1,
-        mode="segments",
+        mode="checkpoints" if memory == "recurrent" else memory,
         mode_reason="fake",
         head_room=PAGE,
-        block_tokens=SEGMENT_TOKENS,
+        block_tokens=SEGMENT_TOKENS if stages else 0,
         stages=tuple(shapes),
         openers=(OPENER,),
         has_chat_template=True,
         load_s=0.0,
+        cuttable=memory == "segments",
+        checkpoint_bytes=0 if memory == "segments" else checkpoint_bytes,
+        spare_checkpoints=0 if memory == "segments" else slots + 2,
+        row_layers=tuple(range(stages)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCheckpoint:
+    position: int
+    state: bytes
 
 
 class FakeEngine:
     """Implements protocol.Engine. `kill` ends the "process": running requests fail, every slot is empty afterwards."""
 
-    def __init__(self, arena: Arena, *, slots: int = 2, context: int = 4096, stages: int = 1) -> None:
-        self.info = fake_info(slots=slots, context=context, stages=stages, fingerprint=b"f" * 32)
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        slots: int = 2,
+        context: int = 4096,
+        stages: int = 1,
+        memory: str = "segments",
+        checkpoint_bytes: int = 10_000,
+    ) -> None:
+        self.info = fake_info(
+            slots=slots,
+            context=context,
+            stages=stages,
+            fingerprint=b"f" * 32,
+            memory=memory,
+            checkpoint_bytes=checkpoint_bytes,
+        )
+        self.bare: set[int] = set()
+        self.held_checkpoints: dict[int, FakeCheckpoint] = {}
+        self._checkpoint_ids = 0
+        self._arriving: dict[int, bytes] = {}
         self.generation = 1
         self.wrong_restores = 0
+        self.read_token_s = 0.0  # what a request says that it took to read a token
         self.running: dict[int, FakeRun] = {}  # by slot
         self.states: list[list[bytes]] = [[] for _ in range(slots)]
         self._arena = arena
@@ -89,6 +130,8 @@ class FakeEngine:
     def kill(self) -> None:
         self.generation += 1
         self.running.clear()
+        self.bare.clear()
+        self.held_checkpoints.clear()
         self.states = [[] for _ in self.states]
 
     async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared:
@@ -109,16 +152,28 @@ class FakeEngine:
         self._requests += 1
         return FakeRun(self, msgspec.structs.replace(command, request=self._requests))
 
-    async def fork(self, source: int, target: int, n: int) -> Done:
+    async def fork(self, source: int, target: int, n: int, checkpoint: int | None = None) -> Done:
         if target in self.running or not 0 <= n <= len(self.states[source]):
             return self._done(target, "target is busy or source is shorter")
+        held = self.held_checkpoints.get(checkpoint or 0)
+        if not self._can_stop(source, n) and (held is None or held.position != n):
+            return self._done(target, "this memory cannot be cut there")
         self.states[target] = self.states[source][:n]
+        self.bare.discard(target)
         return self._done(target)
+
+    def _can_stop(self, slot: int, n: int) -> bool:
+        """Whether a slot can go on at `n` with what it has."""
+        return not n or self.info.cuttable or (n == len(self.states[slot]) and slot not in self.bare)
 
     async def trim(self, slot: int, n: int) -> Done:
         if slot in self.running or not 0 <= n <= len(self.states[slot]):
             return self._done(slot, "busy or shorter")
+        if not self._can_stop(slot, n):
+            return self._done(slot, f"this model's memory cannot be cut from {len(self.states[slot])} to {n} tokens")
         del self.states[slot][n:]
+        if not n:
+            self.bare.discard(slot)
         return self._done(slot)
 
     async def capture(self, slot: int, start: int, end: int, spans: tuple[Span, ...]) -> Done:
@@ -147,7 +202,74 @@ class FakeEngine:
             right = next_state(held[-1] if held else b"", int(tokens[position - start]))
             self.wrong_restores += state != right
             held.append(state)
+        if not self.info.cuttable:
+            self.bare.add(slot)
         return self._done(slot)
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def hold_now(self, slot: int) -> Done:
+        states = self.states[slot]
+        if self.info.cuttable or not self._can_stop(slot, len(states)) or not states:
+            return self._done(slot, "nothing that can be resumed")
+        if len(self.held_checkpoints) >= self.info.spare_checkpoints:
+            return self._done(slot, "no spare sequence: capture or release a checkpoint first")
+        self._checkpoint_ids += 1
+        self.held_checkpoints[self._checkpoint_ids] = FakeCheckpoint(len(states), states[-1])
+        return msgspec.structs.replace(
+            self._done(slot), checkpoint=self._checkpoint_ids, payload_bytes=self.info.checkpoint_bytes
+        )
+
+    async def hold(self, slot: int) -> Done:
+        return self.hold_now(slot)
+
+    async def capture_checkpoint(self, checkpoint: int, offset: int, span: Span) -> Done:
+        held = self.held_checkpoints.get(checkpoint)
+        if held is None:
+            return Done(job=0, ok=False, held=0, reason=f"checkpoint {checkpoint} is not held")
+        head = held.position.to_bytes(8, "little") + held.state
+        payload = head.ljust(self.info.checkpoint_bytes, b"\0")
+        n = self._checkpoint_block(offset, len(payload), span)
+        view = self._arena.view(span)[PAGE : PAGE + pad_to_page(n)]
+        view[:] = payload[offset : offset + n].ljust(pad_to_page(n), b"\0")
+        return Done(job=0, ok=True, held=held.position)
+
+    async def release_checkpoint(self, checkpoint: int) -> Done:
+        held = self.held_checkpoints.pop(checkpoint, None)
+        reason = "" if held else f"checkpoint {checkpoint} is not held"
+        return Done(job=0, ok=held is not None, held=held.position if held else 0, reason=reason)
+
+    async def apply_checkpoint(self, slot: int, *, position: int, offset: int, total: int, span: Span) -> Done:
+        n = self._checkpoint_block(offset, total, span)
+        if slot in self.running:
+            return self._done(slot, f"slot {slot} has a running request")
+        arrived = self._arriving.pop(slot, b"") if offset else b""
+        if len(arrived) != offset:
+            return self._done(slot, f"the block at {offset} does not follow the one before it")
+        arrived += bytes(self._arena.view(span)[PAGE : PAGE + n])
+        if len(arrived) < total:
+            self._arriving[slot] = arrived
+            return self._done(slot)
+        if total != self.info.checkpoint_bytes or int.from_bytes(arrived[:8], "little") != position:
+            return self._done(slot, f"the checkpoint at {position} is not usable")
+        state, states = arrived[8:CHECKPOINT_HEAD_BYTES], self.states[slot]
+        if self.info.stages and len(states) < position:
+            return self._done(slot, f"slot {slot} holds the rows of {len(states)} tokens, not {position}")
+        if self.info.stages:
+            self.wrong_restores += states[position - 1] != state
+        self.states[slot] = [*states[: position - 1], *[b""] * (position - 1 - len(states)), state]
+        self.bare.discard(slot)
+        return self._done(slot)
+
+    def _checkpoint_block(self, offset: int, total: int, span: Span) -> int:
+        if offset % BLOCK_BYTES or not 0 <= offset < total:
+            raise EngineRefused(f"{offset} is not where a block of a checkpoint of {total} bytes begins")
+        n = min(BLOCK_BYTES, total - offset)
+        if span.length < PAGE + pad_to_page(n):
+            raise EngineRefused(f"a span of {span.length} bytes is too small")
+        return n
+
+    # ----------------------------------------------------------------------------------------------------------- spans
 
     def _payloads(self, spans: Sequence[Span], n: int) -> list[memoryview]:
         size = BASE_BYTES + STATE_BYTES * n
@@ -166,7 +288,7 @@ def _turn(text: str) -> Tokens:
 
 
 class FakeRun:
-    """Implements protocol.Generation: one Progress, then a token each time it is asked."""
+    """Implements protocol.Generation: Progress (and Held) to the prompt's end, then a token each time it is asked."""
 
     def __init__(self, engine: FakeEngine, command: Run) -> None:
         self._engine, self._command, self._born = engine, command, engine.generation
@@ -174,18 +296,24 @@ class FakeRun:
         self._text = TextStream(command.stop)
         self._written, self._last = 0, -1
         self._outcome: Finished | None = None
+        self._next: list[Held | Finished] = []
+        self.checkpoints: list[Held] = []
         states = engine.states[command.slot]
-        self._refusal = "" if command.slot not in engine.running and len(states) >= command.keep else "slot not ready"
+        ready = command.slot not in engine.running and len(states) >= command.keep
+        self._refusal = "" if ready and engine._can_stop(command.slot, command.keep) else "slot not ready"
         if not self._refusal:
             del states[command.keep :]
             engine.running[command.slot] = self
+            self._hold_if_asked()
 
     def __aiter__(self) -> FakeRun:
         return self
 
-    async def __anext__(self) -> Progress | Delta | Finished:
+    async def __anext__(self) -> Progress | Delta | Held | Finished:
         await asyncio.sleep(0)
         command, engine = self._command, self._engine
+        if self._next:
+            return self._next.pop(0)
         if self._outcome is not None:
             raise StopAsyncIteration
         if engine.generation != self._born:
@@ -194,33 +322,62 @@ class FakeRun:
         if self._refusal:
             raise RunError(self._refusal, held=len(states))
         if len(states) < len(self._tokens):
-            for token in self._tokens[len(states) :]:
+            stop = min((at for at in command.checkpoints if at > len(states)), default=len(self._tokens))
+            for token in self._tokens[len(states) : stop]:
                 states.append(next_state(states[-1] if states else b"", int(token)))
+            self._hold_if_asked()
             return Progress(request=command.request, held=len(states), total=len(self._tokens))
         return self._write(states)
 
-    def _write(self, states: list[bytes]) -> Delta | Finished:
+    def _hold_if_asked(self) -> None:
+        if len(self._engine.states[self._command.slot]) in self._command.checkpoints:
+            self._hold()
+
+    def _hold(self) -> None:
+        if self._engine.info.cuttable:
+            return
+        done = self._engine.hold_now(self._command.slot)
+        held = Held(
+            request=self._command.request,
+            position=done.held,
+            checkpoint=done.checkpoint,
+            payload_bytes=done.payload_bytes,
+            reason=done.reason,
+        )
+        self._next.append(held)
+        if held.checkpoint:
+            self.checkpoints.append(held)
+
+    def _write(self, states: list[bytes]) -> Delta | Held | Finished:
         command = self._command
         if self._text.stop_string is not None:
-            return self._finish("stop")
+            return self._end("stop")
         if self._written >= min(command.max_tokens, command.limit - len(self._tokens)):
-            return self._finish("length")
+            return self._end("length")
         if self._written:
             states.append(next_state(states[-1], self._last))
         if states[-1][0] % _END_ONE_IN == 0 and not command.ignore_eos:
-            return self._finish("stop")
+            return self._end("stop")
         letter = ord("a") + states[-1][1] % 26
         self._last = letter + FIRST_BYTE
         self._written += 1
         text = self._text.feed(bytes([letter]))
         return Delta(request=command.request, tokens=pack_tokens([self._last]), text=text)
 
+    def _end(self, reason: str) -> Held | Finished:
+        self._next.append(self._finish(reason))
+        return self._next.pop(0)
+
     def _finish(self, reason: str) -> Finished:
         command = self._command
         self._engine.running.pop(command.slot, None)
+        if command.hold_end and self._engine.states[command.slot]:
+            self._hold()
         held = len(self._engine.states[command.slot])
         read = len(self._tokens) - command.keep
-        timing = Timing(read_s=0.0, read_tokens=read, write_s=0.0, write_tokens=self._written)
+        timing = Timing(
+            read_s=read * self._engine.read_token_s, read_tokens=read, write_s=0.0, write_tokens=self._written
+        )
         self._outcome = Finished(
             request=command.request,
             reason=reason,

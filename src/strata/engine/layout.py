@@ -279,8 +279,8 @@ def token_bytes(state: State) -> int:
 
 
 def build(state: State) -> Bytes:
-    """The blob of `state`: the inverse of `parse`."""
-    out = [struct.pack("<Ii", MAGIC, state.sequence)]
+    """The blob of `state`: the inverse of `parse`. Rows are copied once."""
+    out: list[bytes | Bytes] = [struct.pack("<Ii", MAGIC, state.sequence)]
     for part in state.parts:
         n_cells = len(part.cells)
         if part.kind is Kind.ATTENTION:
@@ -292,21 +292,32 @@ def build(state: State) -> Bytes:
         out.append(part.cells.astype("<i4").tobytes())
         out.append(struct.pack("<II", part.transposed, part.n_layers))
         for tensor in part.tensors:
-            out += (tensor.head, tensor.rows.tobytes())
-    return np.frombuffer(b"".join(out), np.uint8)
+            out += (tensor.head, tensor.rows)
+    return _joined(out)
 
 
-def canonical(state: State) -> State:
-    """The same state with attention cells by position and sequence ids zeroed: equal content, equal bytes."""
-    return State(sequence=0, parts=tuple(_ordered(part) for part in state.parts))
+def _joined(pieces: Sequence[bytes | Bytes]) -> Bytes:
+    arrays = [np.frombuffer(p, np.uint8) if isinstance(p, bytes) else p.reshape(-1) for p in pieces]
+    return np.concatenate(arrays)
 
 
-def _ordered(part: Part) -> Part:
+def canonical(state: State, first: int = 0) -> State:
+    """The same state with attention cells by position and sequence ids zeroed: equal content, equal bytes.
+
+    Attention cells below position `first` are left out.
+    """
+    return State(sequence=0, parts=tuple(_ordered(part, first) for part in state.parts))
+
+
+def _ordered(part: Part, first: int) -> Part:
     if part.kind is Kind.RECURRENT or not len(part.cells):
         return part
     order = np.argsort(part.cells[:, 0], kind="stable")
+    order = order[part.cells[order, 0] >= first]
     cells = part.cells[order]
     cells[:, -1] = 0
+    if np.array_equal(order, np.arange(len(part.cells))):  # as usual: nothing to permute
+        return replace(part, cells=cells)
     return replace(part, cells=cells, first=_take(part.first, order), second=_take(part.second, order))
 
 

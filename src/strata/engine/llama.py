@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import llama_cpp.llama_cpp as api
@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.engine.layout import Layout, discover_layout
-from strata.engine.protocol import Sampling
+from strata.engine.values import ContextShape, Sampling
 from strata.errors import ModelError
 from strata.types import Tokens
 
 STATE_VERSION = (int(api.LLAMA_STATE_SEQ_MAGIC), int(api.LLAMA_STATE_SEQ_VERSION))
 MAX_SEQUENCES = 256
-UBATCH = 512
+UBATCH = 520
+"""Rows of one pass over the weights: a chunk of 512 and the rows of eight slots."""
 PENALTY_WINDOW = 64  # tokens the repetition penalties look back on, as in llama-server
 
 KV_TYPES: dict[str, int] = {
@@ -44,6 +45,7 @@ UNQUANTISED = frozenset({"f32", "f16", "bf16"})
 _LOG_ERROR = 4
 _LAYOUT_PREFIXES = (b"llama_kv_cache: ", b"llama_memory_recurrent")
 _BytePointer = ctypes.POINTER(ctypes.c_uint8)
+_Abort = api.ggml_abort_callback
 
 
 # ------------------------------------------------------------------------------------------------------------------ log
@@ -197,19 +199,6 @@ class Vocabulary:
 # -------------------------------------------------------------------------------------------------------------- context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextShape:
-    """What a context is built for. `sequences` counts all ids; the last one is the transfer sequence."""
-
-    cells: int
-    sequences: int
-    batch: int
-    threads: int
-    flash_attention: bool
-    kv_k: str = "f16"
-    kv_v: str = "f16"
-
-
 class Context:
     """One llama_context with a unified K/V pool. Owned by one thread.
 
@@ -222,6 +211,8 @@ class Context:
         self.model = model
         self.shape = shape
         self.transfer = shape.sequences - 1
+        self.empty = shape.sequences - 2
+        """A sequence that never holds anything (with at least one more for a slot)."""
         params = api.llama_context_default_params()
         params.n_ctx = shape.cells
         params.n_batch = shape.batch
@@ -231,7 +222,7 @@ class Context:
         params.flash_attn_type = int(shape.flash_attention)
         params.type_k, params.type_v = KV_TYPES[shape.kv_k], KV_TYPES[shape.kv_v]
         params.kv_unified = True
-        params.swa_full = True
+        params.swa_full = shape.swa_full
         _log.layout.clear()
         last_errors()
         self._pointer = api.llama_init_from_model(model.pointer, params)
@@ -248,6 +239,7 @@ class Context:
         self.ubatch = int(api.llama_n_ubatch(self._pointer))
         """Rows of one pass over the weights."""
         self._make_batch(shape.batch)
+        self._arm_abort()
 
     def _make_batch(self, rows: int) -> None:
         """A llama_batch whose arrays are numpy views; each row's sequence ids point into one flat array."""
@@ -262,13 +254,28 @@ class Context:
         self._sequence_pointers, self._own_pointers = pointers, pointers.copy()
         pointers[:] = self.sequence.ctypes.data + 4 * np.arange(rows, dtype=np.uint64)
 
+    def _arm_abort(self) -> None:
+        """Let `stop` be what llama.cpp asks between the operations of a decode whether to abort.
+
+        The callback is libc's strlen on two bytes, "" or "\\x01": true when `stop` is set. A Python callback would cost
+        the GIL at every operation. Only the CPU backend asks; the steps of others are short.
+        """
+        self.stop: NDArray[np.uint8] = np.zeros(2, np.uint8)
+        """Set the first byte, from any thread, to end the decode that runs. Whoever sets it has it cleared again."""
+        strlen = ctypes.cast((ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).strlen, _Abort)
+        api.llama_set_abort_callback(self._pointer, strlen, ctypes.c_void_p(self.stop.ctypes.data))
+
     def close(self) -> None:
         self._sequence_pointers[:] = self._own_pointers  # llama_batch_free frees what they point to
         api.llama_batch_free(self._batch)
         api.llama_free(self._pointer)
 
     def decode(self, rows: int) -> int:
-        """Run the first `rows` rows of the batch; 0, or llama_decode's code (1: no free cells, nothing changed)."""
+        """Run the first `rows` rows of the batch; 0, or llama_decode's code.
+
+        1: no free cells, nothing changed. 2: stopped; llama.cpp took back the part of the batch that it was computing,
+        which attention memory survives and recurrent memory does not.
+        """
         if not 0 < rows <= len(self.token):
             raise ValueError(f"{rows} rows in a batch of {len(self.token)}")
         self._batch.n_tokens = rows
@@ -297,6 +304,10 @@ class Context:
         """The highest position a sequence holds; -1 when it is empty."""
         return int(api.llama_memory_seq_pos_max(self._memory, self._checked(sequence)))
 
+    def first_position(self, sequence: int) -> int:
+        """The lowest position a sequence holds in all its caches that slide; -1 when it is empty."""
+        return int(api.llama_memory_seq_pos_min(self._memory, self._checked(sequence)))
+
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Drop positions from `start` on; False when this memory cannot be cut there (nothing changed then)."""
         first = start if start > 0 else -1
@@ -312,25 +323,29 @@ class Context:
 
     # ------------------------------------------------------------------------------------------------------ state bytes
 
-    def state_size(self, sequence: int) -> int:
-        return int(api.llama_state_seq_get_size_ext(self._pointer, self._checked(sequence), 0))
+    def state_size(self, sequence: int, *, checkpoint: bool = False) -> int:
+        return int(api.llama_state_seq_get_size_ext(self._pointer, self._checked(sequence), int(checkpoint)))
 
-    def state(self, sequence: int) -> NDArray[np.uint8]:
-        """The state of a sequence in memory of its own; for probes, not for blocks."""
-        blob = np.empty(self.state_size(sequence), np.uint8)
-        self.state_get(sequence, blob)
-        return blob
+    def state(self, sequence: int, *, checkpoint: bool = False) -> NDArray[np.uint8]:
+        """The state of a sequence in memory of its own; for probes and checkpoints, not for blocks."""
+        blob = np.empty(self.state_size(sequence, checkpoint=checkpoint), np.uint8)
+        return blob[: self.state_get(sequence, blob, checkpoint=checkpoint)]
 
     def state_get(self, sequence: int, into: NDArray[np.uint8], *, checkpoint: bool = False) -> int:
-        """Copy the state of a sequence; bytes written, 0 when `into` is too small."""
-        pointer = into.ctypes.data_as(_BytePointer)
-        flags = api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if checkpoint else 0
+        """Copy the state of a sequence; bytes written, 0 when `into` is too small.
+
+        `checkpoint`: only what cannot be cut (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY, which is 1).
+        """
+        pointer, flags = into.ctypes.data_as(_BytePointer), int(checkpoint)
         return int(api.llama_state_seq_get_data_ext(self._pointer, pointer, len(into), self._checked(sequence), flags))
 
-    def state_set(self, data: NDArray[np.uint8]) -> bool:
-        """Put a state into the transfer sequence; False when it was refused (it may hold parts of it then)."""
-        pointer = data.ctypes.data_as(_BytePointer)
-        taken = api.llama_state_seq_set_data_ext(self._pointer, pointer, len(data), self.transfer, 0)
+    def state_set(self, data: NDArray[np.uint8], into: int | None = None, *, checkpoint: bool = False) -> bool:
+        """Put a state into the transfer sequence; False when it was refused (it may hold parts of it then).
+
+        Only a checkpoint or a whole image goes straight `into` a slot: sharing it on would lose its recurrent part.
+        """
+        pointer, target = data.ctypes.data_as(_BytePointer), self.transfer if into is None else self._checked(into)
+        taken = api.llama_state_seq_set_data_ext(self._pointer, pointer, len(data), target, int(checkpoint))
         return int(taken) == len(data)
 
     def sample(self, sampler: Sampler, row: int) -> int:

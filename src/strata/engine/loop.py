@@ -1,10 +1,10 @@
 """The engine thread: takes commands, moves blocks, runs one decode step after the other.
 
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
-commands (any number of metadata operations; captures and applies until the stall budget is used), then one step: a row
-for every request that writes, plus one chunk of the oldest request that still reads its prompt. The events of a step
-leave in one write. Commands of one slot keep their order; those of others may pass.
-Prompts are prepared elsewhere (`worker.py`); what state bytes mean is `slots.py`.
+commands (any number of metadata operations; captures and applies until the stall budget is used), then one step, whose
+rows the agenda plans (`turns.py`). A step that reads the prompt of a request that is cancelled is stopped. The events
+of a step leave in one write. Commands of one slot keep their order; those of others may pass.
+Prompts are prepared elsewhere (`worker.py`); what the commands do is `jobs.py`.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from strata.engine.chunks import Chunks
+from strata.engine.jobs import MOVES_BYTES, Jobs, touched
 from strata.engine.llama import Sampler, last_errors
 from strata.engine.protocol import (
-    Apply,
     Cancel,
-    Capture,
     Command,
     Delta,
-    Done,
     Event,
-    Fork,
-    JobFailed,
+    Held,
     Progress,
     Run,
     RunFailed,
     Shutdown,
-    Trim,
+    SlotJob,
     pack_tokens,
     unpack_tokens,
 )
 from strata.engine.request import Request
-from strata.engine.slots import Refusal
+from strata.engine.selftest import is_cuttable
 from strata.engine.startup import Served
+from strata.engine.turns import Part, Turns, knobs_of
 
-SlotCommand = Run | Fork | Trim | Capture | Apply
+SlotCommand = Run | SlotJob
 Send = Callable[[Sequence[Event]], None]
 
 _STALL_WRITING_S = 0.004  # a step may move blocks for so long while a slot writes (DESIGN §5.8) ...
 _STALL_READING_S = 0.25  # ... and for so long while others only read: their steps take seconds on a CPU
-_NO_FREE_CELLS = 1  # llama_decode's code; nothing was changed then
+_NO_FREE_CELLS = 1  # llama_decode's codes; nothing was changed then ...
+_STOPPED = 2  # ... and here what was computed last was taken back
 
 
 class Loop:
@@ -54,8 +53,17 @@ class Loop:
         self._context = served.context
         self._vocabulary = served.model.vocabulary
         self._slots = served.slots
-        self._read_chunk = served.read_chunk
-        self._chunks = chunks
+        self._takes_checkpoints = served.checkpoints is not None
+        self._can_stop = is_cuttable(served.model)
+        self._stoppable: frozenset[int] = frozenset()  # requests for whose sake the running step may be stopped
+        self._turns = Turns(
+            knobs_of(served.settings),
+            full=served.settings.read_chunk,
+            rows=served.context.ubatch,
+            token_s=served.token_s / 2,  # the first chunk may be too long, not too short: a short read is slow
+            stoppable=self._can_stop,
+        )
+        self._jobs = Jobs(served.slots, served.checkpoints, chunks)
         self._inbox = inbox
         self._send = send
         self._events: list[Event] = []
@@ -103,7 +111,7 @@ class Loop:
             if isinstance(command, Run) and command.request == number:
                 self._waiting.remove(command)
                 request = Request(command, self._slots.limit)
-                self._events.append(request.finished("cancelled", self._held(command.slot)))
+                self._events.append(request.finished("cancelled", self._jobs.held(command.slot)))
                 return
 
     def _work(self) -> None:
@@ -114,47 +122,18 @@ class Loop:
         ends = time.perf_counter() + (_STALL_WRITING_S if writing else _STALL_READING_S)
         moved = False
         for command in self._waiting:
-            touched = _slots_of(command)
-            is_block = isinstance(command, Capture | Apply)
-            if touched & blocked or (is_block and moved and time.perf_counter() > ends):
+            used = touched(command)
+            is_block = isinstance(command, MOVES_BYTES)
+            if used & blocked or (is_block and moved and time.perf_counter() > ends):
                 kept.append(command)
-                blocked |= touched
+                blocked |= used
                 continue
             moved = moved or is_block
             if isinstance(command, Run):
                 self._start(command)
             else:
-                self._events.append(self._job(command))
+                self._events.append(self._jobs.carry_out(command, {request.slot for request in self._active}))
         self._waiting = kept
-
-    def _job(self, command: Fork | Trim | Capture | Apply) -> Event:
-        changed = command.target if isinstance(command, Fork) else command.slot
-        began = time.perf_counter()
-        try:
-            if not isinstance(command, Capture) and any(r.slot == changed for r in self._active):
-                refusal: Refusal = f"slot {changed} has a running request"
-            else:
-                refusal = self._carry_out(command)
-        except ValueError as error:
-            return JobFailed(job=command.job, message=str(error))
-        seconds = time.perf_counter() - began
-        held = self._held(changed)
-        return Done(job=command.job, ok=refusal is None, held=held, seconds=seconds, reason=refusal or "")
-
-    def _carry_out(self, command: Fork | Trim | Capture | Apply) -> Refusal:
-        slots = self._slots
-        if isinstance(command, Fork):
-            return slots.fork(command.source, command.target, command.n)
-        if isinstance(command, Trim):
-            return slots.trim(command.slot, command.n)
-        spans = [self._chunks.view(span) for span in command.spans]
-        if isinstance(command, Capture):
-            return slots.capture(command.slot, command.start, command.end, spans)
-        tokens = unpack_tokens(command.tokens)
-        return slots.apply(command.slot, command.start, command.end, command.from_, command.upto, spans, tokens)
-
-    def _held(self, slot: int) -> int:
-        return self._slots.held[slot] if 0 <= slot < len(self._slots.held) else 0
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -163,12 +142,15 @@ class Loop:
         if problem is None:
             kind, problem = "state", self._unready(command)
         if problem is not None:
-            held = self._held(command.slot)
+            held = self._jobs.held(command.slot)
             self._events.append(RunFailed(request=command.request, kind=kind, message=problem, held=held))
             return
         request = Request(command, self._slots.limit)
+        if not self._takes_checkpoints:
+            request.checkpoints = frozenset()  # they would only cut the chunks
         request.sampler = Sampler(self._vocabulary, command.sampling, request.tokens)
         self._active.append(request)
+        self._hold_if_asked(request)
 
     def _misuse(self, command: Run) -> str | None:
         """What no caller should send; None when it is fine."""
@@ -179,6 +161,8 @@ class Loop:
             return f"keep {command.keep} must be less than the {len(tokens)} prompt tokens"
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocabulary.n_tokens:
             return f"token ids must lie in [0, {self._vocabulary.n_tokens})"
+        if any(not max(command.keep, 1) <= position <= len(tokens) for position in command.checkpoints):
+            return f"checkpoints {command.checkpoints} must lie in [{max(command.keep, 1)}, {len(tokens)}]"
         if len(tokens) > min(command.limit, self._slots.limit):
             return f"{len(tokens)} prompt tokens exceed the limit of {min(command.limit, self._slots.limit)}"
         return None
@@ -189,13 +173,32 @@ class Loop:
             return f"slot {command.slot} has a running request"
         return self._slots.trim(command.slot, command.keep)
 
+    def _hold_if_asked(self, request: Request) -> None:
+        """At a position where a checkpoint was asked for: hold one."""
+        if self._jobs.held(request.slot) in request.checkpoints:
+            self._hold(request)
+
+    def _hold(self, request: Request) -> None:
+        if self._takes_checkpoints:
+            checkpoint, size, reason = self._jobs.hold(request.slot)
+            held = Held(
+                request=request.number,
+                position=self._jobs.held(request.slot),
+                checkpoint=checkpoint,
+                payload_bytes=size,
+                reason=reason,
+            )
+            self._events.append(held)
+
     def _finish(self, request: Request, reason: str) -> None:
         self._drop(request)
-        self._events.append(request.finished(reason, self._held(request.slot)))
+        if request.hold_end:
+            self._hold(request)
+        self._events.append(request.finished(reason, self._jobs.held(request.slot)))
 
     def _fail(self, request: Request, message: str) -> None:
         self._drop(request)
-        held = self._held(request.slot)
+        held = self._jobs.held(request.slot)
         self._events.append(RunFailed(request=request.number, kind="decode", message=message, held=held))
 
     def _drop(self, request: Request) -> None:
@@ -206,43 +209,53 @@ class Loop:
     # ------------------------------------------------------------------------------------------------------------- step
 
     def _step(self) -> None:
-        """One decode: every writing request's next row, and a chunk of the oldest reading one."""
-        parts = [(request, 1) for request in self._active if request.is_writing]
-        reading = next((request for request in self._active if not request.is_writing), None)
-        if reading is not None:
-            reading.begin_reading()
-            held = self._held(reading.slot)
-            # rows and chunk together fill one physical batch, so a step is one pass over the weights
-            room = max(1, min(self._read_chunk, self._context.ubatch - len(parts)))
-            parts.append((reading, min(room, len(reading.tokens) - held)))
-        self._decode(parts)
+        """One decode: what the agenda plans."""
+        plan = self._turns.plan(self._active, self._jobs.held)
+        for request, _ in plan.parts:
+            request.begin_reading()
+        writing = sum(request.is_writing for request in self._active)
+        began = time.perf_counter()
+        if self._decode(plan.parts):
+            self._turns.done(plan, time.perf_counter() - began, writing)
 
-    def _decode(self, parts: list[tuple[Request, int]]) -> None:
-        """Decode `parts`. When that fails: again without the youngest (pool full), or one by one."""
-        code = self._context.decode(self._fill(parts))
+    def interrupt(self, number: int) -> None:
+        """A request was cancelled: stop the step that reads its prompt. From any thread, its Cancel queued."""
+        if number in self._stoppable:
+            self._context.stop[0] = 1
+
+    def _decode(self, parts: Sequence[Part]) -> bool:
+        """Decode `parts`; False when it was stopped. When it failed: without the youngest (pool full), or singly."""
+        rows = self._fill(parts)
+        self._context.stop[0] = 0  # before anybody may set it for this step
+        if self._can_stop:
+            self._stoppable = frozenset(request.number for request, _ in parts if not request.is_writing)
+        code = self._context.decode(rows)
+        self._stoppable = frozenset()
         if code == 0:
             self._advance(parts)
-            return
+            return True
         message = last_errors()
         for request, _ in parts:
             self._slots.repair(request.slot)
+        if code == _STOPPED:  # the next step does again what the others lost
+            return False
         if code == _NO_FREE_CELLS:
             youngest = max((request for request, _ in parts), key=self._active.index)
             self._fail(youngest, "the K/V pool has no free cells left")
             rest = [part for part in parts if part[0] is not youngest]
-            if rest:
-                self._decode(rest)
-        elif len(parts) == 1:
+            return not rest or self._decode(rest)
+        if len(parts) == 1:
             self._fail(parts[0][0], f"llama.cpp could not decode (code {code}) {message}".rstrip())
-        else:
-            for part in parts:
-                self._decode([part])
+            return True
+        for part in parts:
+            self._decode([part])
+        return True
 
-    def _fill(self, parts: Sequence[tuple[Request, int]]) -> int:
+    def _fill(self, parts: Sequence[Part]) -> int:
         """Write the batch; returns its rows."""
         batch, row = self._context, 0
         for request, n in parts:
-            held = self._held(request.slot)
+            held = self._jobs.held(request.slot)
             end = row + n
             batch.token[row:end] = request.last if request.is_writing else request.tokens[held : held + n]
             batch.position[row:end] = np.arange(held, held + n)
@@ -252,15 +265,16 @@ class Loop:
             row = end
         return row
 
-    def _advance(self, parts: Sequence[tuple[Request, int]]) -> None:
+    def _advance(self, parts: Sequence[Part]) -> None:
         """After a successful decode: count what is held now, sample where a row ended a prompt or wrote."""
         row = 0
         for request, n in parts:
             row += n
             self._slots.held[request.slot] += n
             if not request.is_writing:
-                held, total = self._held(request.slot), len(request.tokens)
+                held, total = self._jobs.held(request.slot), len(request.tokens)
                 self._events.append(Progress(request=request.number, held=held, total=total))
+                self._hold_if_asked(request)
                 if held < total:
                     continue
                 request.begin_writing()
@@ -281,7 +295,3 @@ class Loop:
             self._finish(request, "stop")
         elif not request.left:
             self._finish(request, "length")
-
-
-def _slots_of(command: SlotCommand) -> set[int]:
-    return {command.source, command.target} if isinstance(command, Fork) else {command.slot}

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 
 from strata.engine.layout import BadState, build, grow_zero, recognise, token_bytes
-from strata.engine.llama import UNQUANTISED, Context, ContextShape, Model
-from strata.engine.protocol import EngineSettings
+from strata.engine.llama import UNQUANTISED, Context, Model
+from strata.engine.values import ContextShape, EngineSettings
 from strata.errors import ConfigError, ModelError
 
 _FILL_CELLS = 4096

@@ -27,6 +27,7 @@ from strata.engine.protocol import (
     EngineSettings,
     Event,
     Finished,
+    Held,
     JobFailed,
     Load,
     LoadFailed,
@@ -49,7 +50,7 @@ _TUNABLES = "GLIBC_TUNABLES"
 _HUGETLB = "glibc.malloc.hugetlb="
 
 Answer = Prepared | Detokenized | Done
-RunEvent = Progress | Delta | Finished
+RunEvent = Progress | Delta | Held | Finished
 _A = TypeVar("_A", Prepared, Detokenized, Done)
 
 
@@ -250,7 +251,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
                 self._on_loading(event)
         elif isinstance(event, Ready | LoadFailed):
             self._loaded.set_result(event)
-        elif isinstance(event, Progress | Delta | Finished | RunFailed):
+        elif isinstance(event, Progress | Delta | Held | Finished | RunFailed):
             run = self._runs.get(event.request)
             if isinstance(event, Finished | RunFailed):
                 self._runs.pop(event.request, None)
@@ -301,8 +302,11 @@ class RunHandle:
         self._send_cancel = send_cancel
         self._events: asyncio.Queue[RunEvent | RunFailed | StrataError] = asyncio.Queue()
         self._outcome: Finished | StrataError | None = None
+        self.checkpoints: list[Held] = []
 
     def put(self, event: RunEvent | RunFailed | StrataError) -> None:
+        if isinstance(event, Held) and event.checkpoint:
+            self.checkpoints.append(event)
         self._events.put_nowait(event)
 
     def __aiter__(self) -> RunHandle:

@@ -14,10 +14,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 
-from strata.types import Span, StageShape, Tokens
+from strata.engine.checkpoint_messages import ApplyCheckpoint, CaptureCheckpoint, Held, Hold, ReleaseCheckpoint
+from strata.engine.values import EngineInfo, EngineSettings, Message, Sampling, Timing
+from strata.types import Span, Tokens
+
+# All of the contract can be imported from here; these are defined elsewhere.
+__all__ = [
+    "ApplyCheckpoint",
+    "CaptureCheckpoint",
+    "EngineInfo",
+    "EngineSettings",
+    "Held",
+    "Hold",
+    "ReleaseCheckpoint",
+    "Sampling",
+    "Timing",
+]
 
 MAX_FRAME_BYTES = 256 << 20
 
@@ -32,81 +46,10 @@ def unpack_tokens(data: bytes) -> Tokens:
     return np.frombuffer(data, dtype="<i4")
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Every message: the tag is the class name."""
-
-
-# ----------------------------------------------------------------------------------------------- values inside messages
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process needs to load a model and build its one context."""
-
-    model_path: str
-    slots: int
-    context: int | None = None  # tokens per slot; None = the model's own, capped so that the pool fits memory
-    flash_attention: str = "auto"  # "auto" | "on" | "off"
-    kv_k: str = "f16"
-    kv_v: str = "f16"
-    threads: int | None = None
-    gpu_layers: int | None = None
-    stages: tuple[int, ...] = ()  # layers per stage; empty = one stage with all layers
-    turn_token: str = "auto"  # "auto" | "none" | a token id in decimal
-    read_chunk: int = 512  # most prompt tokens read in one step
-
-
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine says of itself once it is ready."""
-
-    model_name: str
-    model_path: str
-    fingerprint: bytes  # 32 bytes: model + K/V layout + rope + state version; the identity of every segment
-    slots: int
-    context: int  # tokens per slot
-    context_train: int
-    pool_cells: int
-    vocab_tokens: int
-    kv: str
-    flash_attention: bool
-    flash_attention_reason: str  # "set by flag", "measured: on 27.1 ms, off 25.0 ms per token", ...
-    threads: int
-    mode: str  # "segments" | "opaque" (nothing of this model can be cut; parking is off in this version)
-    mode_reason: str
-    head_room: int  # bytes, a multiple of PAGE
-    block_tokens: int  # most tokens in one block
-    stages: tuple[StageShape, ...]
-    openers: tuple[int, ...]  # token ids that open a turn; empty = none found
-    has_chat_template: bool
-    load_s: float
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request's sampler chain. temperature <= 0 is greedy."""
-
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 40
-    min_p: float = 0.05
-    seed: int | None = None
-    repeat_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-
-
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished request cost inside the engine, in seconds."""
-
-    read_s: float
-    read_tokens: int
-    write_s: float
-    write_tokens: int
-
-
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-class Load(_Message, frozen=True):
+class Load(Message, frozen=True):
     """First command: load the model. Events: Loading*, then Ready or LoadFailed."""
 
     settings: EngineSettings
@@ -114,7 +57,7 @@ class Load(_Message, frozen=True):
     remembered_flash_attention: bool | None = None
 
 
-class AttachChunk(_Message, frozen=True):
+class AttachChunk(Message, frozen=True):
     """A new arena chunk. Linux: its descriptor was sent just before over the descriptor socket; elsewhere: `name`."""
 
     chunk: int
@@ -122,7 +65,7 @@ class AttachChunk(_Message, frozen=True):
     name: str | None = None
 
 
-class Prepare(_Message, frozen=True):
+class Prepare(Message, frozen=True):
     """Render and tokenise a prompt on the text thread. Event: Prepared or JobFailed.
 
     Exactly one of `messages_json` (a JSON list of {"role","content",...}; content a string) and `text` is given.
@@ -133,18 +76,23 @@ class Prepare(_Message, frozen=True):
     text: str | None = None
 
 
-class Detokenize(_Message, frozen=True):
+class Detokenize(Message, frozen=True):
     """Text of tokens, special tokens included. Event: Detokenized."""
 
     job: int
     tokens: bytes
 
 
-class Run(_Message, frozen=True):
+class Run(Message, frozen=True):
     """Read `tokens[keep:]` into `slot`, then generate. Events: Progress*, Delta*, then Finished or RunFailed.
 
-    The slot must hold exactly positions [0, keep) (the engine trims a longer one; fewer is RunFailed "state").
-    0 <= keep < len(tokens). Generation ends at end-of-generation, a stop string, `max_tokens`, or `limit` positions.
+    The slot must hold exactly positions [0, keep) (the engine trims a longer one; fewer is RunFailed "state", and so is
+    a trim that this memory refuses: apply a checkpoint first). 0 <= keep < len(tokens). Generation ends at
+    end-of-generation, a stop string, `max_tokens`, or `limit` positions.
+
+    `checkpoints`: positions in [max(keep, 1), len(tokens)], ascending. Reading stops exactly at each, and a deferred
+    copy is made there (metadata only); event: Held. `hold_end`: one more when the request ends, of what the slot holds
+    then; its Held comes before Finished (not before RunFailed). Both are ignored in mode "segments".
     """
 
     request: int
@@ -156,32 +104,45 @@ class Run(_Message, frozen=True):
     limit: int  # most tokens the sequence may hold
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    checkpoints: tuple[int, ...] = ()
+    hold_end: bool = False
 
 
-class Cancel(_Message, frozen=True):
-    """End a running request at the next step; it finishes with reason "cancelled". Unknown ids are ignored."""
+class Cancel(Message, frozen=True):
+    """End a running request; it finishes with reason "cancelled". Unknown ids are ignored.
+
+    Attention memory: a step that reads its prompt is stopped at once. Other memory: after the step, which is short.
+    """
 
     request: int
 
 
-class Fork(_Message, frozen=True):
-    """Make `target` hold positions [0, n) of `source` (metadata only). `target` loses what it held. Event: Done."""
+class Fork(Message, frozen=True):
+    """Make `target` hold positions [0, n) of `source` (metadata only). `target` loses what it held. Event: Done.
+
+    Memory that cannot be cut is forked whole (n = what `source` holds) or at a held `checkpoint`, whose position n must
+    be and whose rows `source` must still hold. A sliding window may be forked anywhere while its rows are there.
+    """
 
     job: int
     source: int
     target: int
     n: int
+    checkpoint: int | None = None
 
 
-class Trim(_Message, frozen=True):
-    """Keep only positions [0, n) of a slot; n = 0 clears it. Event: Done (ok=False when memory cannot be cut there)."""
+class Trim(Message, frozen=True):
+    """Keep only positions [0, n) of a slot; n = 0 clears it. Event: Done (ok=False when memory cannot be cut there).
+
+    Where it cannot be cut, applying the checkpoint at n to the slot does the same: its rows [0, n) stay.
+    """
 
     job: int
     slot: int
     n: int
 
 
-class Capture(_Message, frozen=True):
+class Capture(Message, frozen=True):
     """Copy the canonical state of positions [start, end) into one span per stage. Event: Done.
 
     end - start <= EngineInfo.block_tokens. span.length >= head_room + pad_to_page(stage.payload_bytes(end - start)).
@@ -194,11 +155,12 @@ class Capture(_Message, frozen=True):
     spans: tuple[Span, ...]
 
 
-class Apply(_Message, frozen=True):
+class Apply(Message, frozen=True):
     """Put a captured block (positions [start, end), one span per stage) into a slot. Event: Done.
 
     Only positions [from_, upto) of it are used. The slot must hold exactly [0, from_) before and holds [0, upto) after,
     or Done.ok is False and the slot is unchanged. The head room of the spans is overwritten.
+    In mode "checkpoints" the slot is not usable afterwards until ApplyCheckpoint at a position <= upto.
     `tokens` are the ids of [start, end): models with per-cell token ids need them to rebuild the head.
     """
 
@@ -212,48 +174,52 @@ class Apply(_Message, frozen=True):
     tokens: bytes
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(Message, frozen=True):
     """End the process after the current step."""
 
 
-Command = Load | AttachChunk | Prepare | Detokenize | Run | Cancel | Fork | Trim | Capture | Apply | Shutdown
+CheckpointCommand = Hold | CaptureCheckpoint | ReleaseCheckpoint | ApplyCheckpoint
+SlotJob = Fork | Trim | Capture | Apply | CheckpointCommand
+"""Commands about slots that are answered with Done or JobFailed."""
+
+Command = Load | AttachChunk | Prepare | Detokenize | Run | Cancel | SlotJob | Shutdown
 
 
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-class Loading(_Message, frozen=True):
+class Loading(Message, frozen=True):
     """Progress of loading: `stage` is one of "model", "context", "measuring", "self-test"; fraction in [0, 1]."""
 
     stage: str
     fraction: float
 
 
-class Ready(_Message, frozen=True):
+class Ready(Message, frozen=True):
     info: EngineInfo
 
 
-class LoadFailed(_Message, frozen=True):
+class LoadFailed(Message, frozen=True):
     """The model cannot be served; the engine process ends. `field` is the flag at fault, if one is."""
 
     message: str
     field: str | None = None
 
 
-class Prepared(_Message, frozen=True):
+class Prepared(Message, frozen=True):
     job: int
     tokens: bytes
     render_s: float
     tokenize_s: float
 
 
-class Detokenized(_Message, frozen=True):
+class Detokenized(Message, frozen=True):
     job: int
     text: str
 
 
-class JobFailed(_Message, frozen=True):
-    """A Prepare, Detokenize, Fork, Trim, Capture or Apply that makes no sense as it is (bad template, bad range).
+class JobFailed(Message, frozen=True):
+    """A Prepare, Detokenize or slot job that makes no sense as it is (bad template, bad range).
 
     `client_fault` tells a request error (a template that rejects the messages: 400) from ours.
     """
@@ -263,17 +229,22 @@ class JobFailed(_Message, frozen=True):
     client_fault: bool = False
 
 
-class Done(_Message, frozen=True):
-    """Outcome of Fork, Trim, Capture, Apply. `held` = tokens the slot holds now. `seconds` = time inside llama.cpp."""
+class Done(Message, frozen=True):
+    """Outcome of a slot job. `held` = tokens the slot holds now. `seconds` = time inside llama.cpp.
+
+    Of a Hold, CaptureCheckpoint and ReleaseCheckpoint `held` is the checkpoint's position.
+    """
 
     job: int
     ok: bool
     held: int
     seconds: float = 0.0
     reason: str = ""
+    checkpoint: int = 0  # of a Hold: the id; ids begin at 1 and are not used twice by one engine process
+    payload_bytes: int = 0  # of a Hold
 
 
-class Progress(_Message, frozen=True):
+class Progress(Message, frozen=True):
     """Prompt reading: `held` of `total` tokens are in the slot."""
 
     request: int
@@ -281,7 +252,7 @@ class Progress(_Message, frozen=True):
     total: int
 
 
-class Delta(_Message, frozen=True):
+class Delta(Message, frozen=True):
     """Newly generated tokens (ids) and the text that became certain with them (may be empty)."""
 
     request: int
@@ -289,7 +260,7 @@ class Delta(_Message, frozen=True):
     text: str
 
 
-class Finished(_Message, frozen=True):
+class Finished(Message, frozen=True):
     """The last event of a request. `reason`: "stop" | "length" | "cancelled".
 
     `held`: positions the slot holds: always a prefix of prompt + generated tokens (the last sampled token is not held).
@@ -304,7 +275,7 @@ class Finished(_Message, frozen=True):
     stop_string: str | None = None
 
 
-class RunFailed(_Message, frozen=True):
+class RunFailed(Message, frozen=True):
     """The request ended with an engine error. `held` = positions the slot still holds.
 
     `kind`: "state" | "decode" | "internal".
@@ -317,7 +288,18 @@ class RunFailed(_Message, frozen=True):
 
 
 Event = (
-    Loading | Ready | LoadFailed | Prepared | Detokenized | JobFailed | Done | Progress | Delta | Finished | RunFailed
+    Loading
+    | Ready
+    | LoadFailed
+    | Prepared
+    | Detokenized
+    | JobFailed
+    | Done
+    | Held
+    | Progress
+    | Delta
+    | Finished
+    | RunFailed
 )
 
 
@@ -325,13 +307,17 @@ Event = (
 
 
 class Generation(Protocol):
-    """One running request: iterate it for Progress, Delta and at last Finished.
+    """One running request: iterate it for Progress, Delta, Held (only if asked for) and at last Finished.
 
     Raises RunError (an engine error; carries `held`) or EngineGone from the iteration. `cancel()` may be called at any
     time, also after the iteration was abandoned: it ends the request, drains its events and returns Finished.
+    `checkpoints`: every Held so far, also those that were drained: whoever ran it releases them.
     """
 
-    def __aiter__(self) -> AsyncIterator[Progress | Delta | Finished]: ...
+    @property
+    def checkpoints(self) -> list[Held]: ...
+
+    def __aiter__(self) -> AsyncIterator[Progress | Delta | Held | Finished]: ...
 
     async def cancel(self) -> Finished: ...
 
@@ -360,7 +346,7 @@ class Engine(Protocol):
         """Send `command` (its `request` number is assigned here) and return the handle of its events."""
         ...
 
-    async def fork(self, source: int, target: int, n: int) -> Done: ...
+    async def fork(self, source: int, target: int, n: int, checkpoint: int | None = None) -> Done: ...
 
     async def trim(self, slot: int, n: int) -> Done: ...
 
@@ -377,3 +363,11 @@ class Engine(Protocol):
         spans: tuple[Span, ...],
         tokens: Tokens,
     ) -> Done: ...
+
+    async def hold(self, slot: int) -> Done: ...
+
+    async def capture_checkpoint(self, checkpoint: int, offset: int, span: Span) -> Done: ...
+
+    async def release_checkpoint(self, checkpoint: int) -> Done: ...
+
+    async def apply_checkpoint(self, slot: int, *, position: int, offset: int, total: int, span: Span) -> Done: ...

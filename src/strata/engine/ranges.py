@@ -1,13 +1,15 @@
-"""Token ranges of plain attention memory: where everything lies in a blob, and its canonical payload per stage.
+"""Token ranges of attention memory: where everything lies in a blob, and its canonical payload per stage.
 
-A blob of `n` cells is `[head][K of every layer][V of every layer]`; the head (counts and one record per cell) can be
-computed, so it is not stored. The payload of a stage is `[its K][its V][extra: n x 12 bytes, if cells carry any]`, rows
-by position. With one stage and no extra the payload is the blob behind its head: captured and applied without a copy.
-Pure numpy; `layout.py` parses the blobs of every other memory type.
+A blob of `n` cells is `[head][K of every layer][V of every layer][tail]`. The head (counts and one record per cell) can
+be computed, so it is not stored. The tail is what memory that cannot be cut adds (rows of a window, a recurrent cell):
+left out of a capture, empty in an apply, and restored by a checkpoint. The payload of a stage is
+`[its K][its V][extra: n x 12 bytes, if cells carry any]`, rows by position. With one stage, no extra and no tail it is
+the blob behind its head: captured and applied without a copy. Pure numpy; `layout.py` parses whole blobs.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +17,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.engine.layout import MAGIC, TENSOR_HEAD_BYTES, BadState, Bytes, CellFormat, Kind, Layout, State, Words
+from strata.engine.layout import (
+    MAGIC,
+    TENSOR_HEAD_BYTES,
+    BadState,
+    Bytes,
+    CellFormat,
+    Kind,
+    Layout,
+    Part,
+    State,
+    Words,
+)
 from strata.types import BLOCK_BYTES, SEGMENT_TOKENS, StageShape, pad_to_page
 
 _EXTRA_WORDS = 3  # x, y, token id
@@ -33,13 +46,19 @@ class RangeFormat:
     transposed: bool  # V is stored [elements][cells]
     v_element_bytes: tuple[int, ...]  # of a transposed V; else empty
     cells: CellFormat
+    tail: bytes = b""  # what follows the body when every other cache is empty
+    window_base_bytes: int = 0  # a window that is not empty takes so much more, and ...
+    window_token_bytes: int = 0  # ... so much for each of its cells, of which there are at most those of the range
+    has_recurrent: bool = False
 
     @classmethod
     def of(cls, state: State, layout: Layout, cells: CellFormat) -> RangeFormat:
-        """The geometry shown by a parsed state. Raises BadState for memory that is not one attention cache."""
-        if len(layout) != 1 or layout[0].kind is not Kind.ATTENTION or not len(state.parts[0].cells):
-            raise BadState("not one attention cache with cells")
-        part = state.parts[0]
+        """The geometry shown by a parsed state. Raises BadState when its first cache holds no attention rows."""
+        if layout[0].kind is not Kind.ATTENTION or not layout[0].layers or not len(state.parts[0].cells):
+            raise BadState("no attention rows in the first cache")
+        part, others = state.parts[0], state.parts[1:]
+        windows = [other for other in others if other.kind is Kind.ATTENTION]
+        tensors = [tensor for window in windows for tensor in window.tensors]
         return cls(
             layers=part.layers,
             k_row_bytes=tuple(t.rows.shape[1] for t in part.first),
@@ -47,6 +66,11 @@ class RangeFormat:
             transposed=part.transposed,
             v_element_bytes=tuple(t.rows.shape[2] for t in part.second) if part.transposed else (),
             cells=cells,
+            tail=b"".join(_empty(other) for other in others),
+            window_base_bytes=2 * _WORD * len(windows) + TENSOR_HEAD_BYTES * len(tensors),
+            window_token_bytes=sum(_WORD * cells.words for _ in windows)
+            + sum(tensor.rows.nbytes // tensor.rows.shape[tensor.cell_axis] for tensor in tensors),
+            has_recurrent=any(other.kind is Kind.RECURRENT for other in others),
         )
 
     @cached_property
@@ -76,6 +100,16 @@ class RangeFormat:
     def body_bytes(self, n_cells: int) -> int:
         """Bytes of a blob behind its head: every layer's K and V."""
         return self._span(self.k_row_bytes, n_cells) + self._span(self.v_row_bytes, n_cells)
+
+    def most_tail_bytes(self, n_cells: int) -> int:
+        """The most that follows the body in a captured blob."""
+        return len(self.tail) + self.window_base_bytes + n_cells * self.window_token_bytes
+
+    def fits_tail(self, tail: Bytes) -> bool:
+        """Whether what follows a captured body is as expected: nothing recurrent, perhaps rows of a window."""
+        if self.window_base_bytes:
+            return len(self.tail) <= len(tail)
+        return tail.tobytes() == self.tail
 
     @staticmethod
     def _span(row_bytes: Sequence[int], n_cells: int) -> int:
@@ -172,3 +206,11 @@ class RangeFormat:
         rows = body[at:end].reshape(shape)
         rows[:] = np.take(rows, order, axis=len(shape) - 2)
         return end
+
+
+def _empty(part: Part) -> bytes:
+    """`part` without cells, as it is in a blob."""
+    if part.kind is Kind.ATTENTION:
+        return struct.pack("<II", 1, 0)
+    heads = b"".join(tensor.head for tensor in part.tensors)
+    return struct.pack("<III", 0, part.transposed, part.n_layers) + heads

@@ -23,6 +23,8 @@ class Request:
         self.slot = command.slot
         self.tokens = unpack_tokens(command.tokens)
         self.ignores_end = command.ignore_eos
+        self.checkpoints = frozenset(command.checkpoints)
+        self.hold_end = command.hold_end
         self.text = TextStream(command.stop)
         self.sampler: Sampler | None = None
         self.is_writing = False
@@ -40,6 +42,10 @@ class Request:
     def left(self) -> int:
         """Tokens it may still write: bounded by max_tokens, and by what prompt and reply may take together."""
         return self._most - self._written
+
+    def next_stop(self, held: int) -> int:
+        """Where reading must stop next: at a checkpoint, or at the end of the prompt."""
+        return min((at for at in self.checkpoints if at > held), default=len(self.tokens))
 
     def begin_reading(self) -> None:
         self._read_began = self._read_began or time.perf_counter()

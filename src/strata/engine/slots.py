@@ -1,8 +1,9 @@
-"""What each slot holds, and moving state in and out of it: trim, fork, capture and apply.
+"""What each slot holds, and moving rows in and out of it: trim, fork, capture and apply.
 
 A refused operation is an outcome (the reason as text, None when it was done) and leaves the slot as `held` says; a
-range that makes no sense raises ValueError. Captures and applies go through the transfer sequence, which is always
-emptied again. Which requests run is `loop.py`'s concern; so is when a block may be moved.
+range that makes no sense raises ValueError. Memory that cannot be cut needs a checkpoint behind its rows
+(`checkpoints.py`); until then its slot is `bare`. Captures and applies go through the transfer sequence, which is
+always emptied again. Which requests run is `loop.py`'s concern; so is when a block may be moved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 from strata.engine.layout import BadState, Bytes, Words
 from strata.engine.ranges import RangeFormat
 from strata.types import StageShape, Tokens, pad_to_page
+
+_BLOB_HEAD_BYTES = 8  # magic and sequence id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,14 +39,18 @@ class Slots:
         limit: int,
         *,
         cuttable: bool,
+        window: int = 0,
         format: RangeFormat | None = None,  # noqa: A002
         stages: Sequence[StageShape] = (),
     ) -> None:
         self.held = [0] * count
         """Positions [0, held) that each slot holds."""
+        self.bare: set[int] = set()
+        """Slots that hold rows whose checkpoint has not been applied: nothing can be decoded behind them."""
         self.limit = limit
         self._context = context
         self._cuttable = cuttable
+        self._window = window
         self._format = format
         self._stages = tuple(stages)
         self._scratch: Bytes = np.empty(0, np.uint8)
@@ -51,6 +58,29 @@ class Slots:
     def check(self, slot: int) -> None:
         if not 0 <= slot < len(self.held):
             raise ValueError(f"slot {slot} does not exist; there are {len(self.held)}")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether blocks of rows can be moved."""
+        return self._format is not None
+
+    def is_proved(self, slot: int, n: int) -> bool:
+        """Whether llama.cpp holds exactly what going on at position `n` needs, as far as it can be asked."""
+        context = self._context
+        if context.last_position(slot) != n - 1 or not self._covers(slot, n):
+            return False
+        fmt = self._format
+        if fmt is None or not fmt.tail:
+            return True
+        # the rows are not in the positions of a window: count them
+        rows = fmt.head_bytes(n) + fmt.body_bytes(n) - _BLOB_HEAD_BYTES
+        return context.state_size(slot) - context.state_size(slot, checkpoint=True) == rows
+
+    def _covers(self, slot: int, n: int) -> bool:
+        """Whether the window behind position `n` is there."""
+        if not self._window or not n:
+            return True
+        return 0 <= self._context.first_position(slot) <= max(0, n - self._window + 1)
 
     # ---------------------------------------------------------------------------------------------- metadata operations
 
@@ -60,11 +90,16 @@ class Slots:
         held = self.held[slot]
         if not 0 <= n <= held:
             return f"slot {slot} holds {held} tokens, not {n}"
+        if n and slot in self.bare:
+            return f"slot {slot} holds rows without their checkpoint"
         if n == held:
             return None
+        if n and not self._covers(slot, n):
+            return f"this model's memory cannot be cut from {held} to {n} tokens: their window is gone"
         if not self._context.remove(slot, n) or self._context.last_position(slot) != n - 1:
             return f"this model's memory cannot be cut from {held} to {n} tokens"
         self.held[slot] = n
+        self.bare.discard(slot)
         return None
 
     def fork(self, source: int, target: int, n: int) -> Refusal:
@@ -76,12 +111,14 @@ class Slots:
         held = self.held[source]
         if not 0 <= n <= held:
             return f"slot {source} holds {held} tokens, not {n}"
+        if n and source in self.bare:
+            return f"slot {source} holds rows without their checkpoint"
         if n not in (0, held) and not self._cuttable:
             return f"this model's memory can only be shared whole ({held} tokens), not up to {n}"
         self.clear(target)
         if n:
             self._context.share(source, target, 0, n)
-            if self._context.last_position(target) != n - 1:
+            if self._context.last_position(target) != n - 1 or not self._covers(target, n):
                 self.clear(target)
                 return f"slot {target} did not take {n} tokens of slot {source}"
             self.held[target] = n
@@ -90,16 +127,17 @@ class Slots:
     def clear(self, slot: int) -> None:
         self._context.remove(slot)
         self.held[slot] = 0
+        self.bare.discard(slot)
 
     def repair(self, slot: int) -> None:
         """Bring a slot back to `held` after a failed decode; one whose memory cannot be cut loses everything."""
-        if self._context.last_position(slot) == self.held[slot] - 1:
+        held = self.held[slot]
+        if slot in self.bare:
             return
-        if not (self._context.remove(slot, self.held[slot]) and self._is_whole(slot)):
+        if self._context.last_position(slot) != held - 1:
+            self._context.remove(slot, held)
+        if self._context.last_position(slot) != held - 1 or not self._covers(slot, held):
             self.clear(slot)
-
-    def _is_whole(self, slot: int) -> bool:
-        return self._context.last_position(slot) == self.held[slot] - 1
 
     # ----------------------------------------------------------------------------------------------------------- blocks
 
@@ -112,14 +150,17 @@ class Slots:
         blob = self._blob(fmt, n, spans)
         with self._transfer():
             self._context.share(slot, self._context.transfer, start, end)
+            if fmt.has_recurrent:  # an empty sequence's share of nothing replaces that of the slot's recurrent state
+                self._context.share(self._context.empty, self._context.transfer, 0, 1)
             size = self._context.state_get(self._context.transfer, blob)
-        if size != len(blob):
-            return f"the state of [{start}, {end}) has {size} bytes, not {len(blob)}"
+        tail = head_bytes + fmt.body_bytes(n)
+        if not tail <= size or not fmt.fits_tail(blob[tail:size]):
+            return f"the state of [{start}, {end}) has {size} bytes, not {tail} and {len(fmt.tail)}"
         try:
             order, extra = fmt.read_head(blob[:head_bytes], start)
         except BadState as error:
             return f"the state of [{start}, {end}) is not usable: {error}"
-        body = blob[head_bytes:]
+        body = blob[head_bytes:tail]
         if order is not None:
             fmt.reorder(body, order)
         for stage, span in zip(self._stages, spans, strict=True):
@@ -132,7 +173,7 @@ class Slots:
         """Put a stage's payload where it belongs (it lies there already with one stage) and zero the padding."""
         payload_bytes = stage.payload_bytes(n)
         payload = span[fmt.head_room : fmt.head_room + payload_bytes]
-        if len(self._stages) > 1:
+        if not self._in_place(fmt):
             k, v = fmt.sections(stage, n)
             k_bytes = k.stop - k.start
             payload[:k_bytes] = body[k]
@@ -157,15 +198,20 @@ class Slots:
         extra = self._extra(fmt, spans[0], n)
         if extra is not None and not np.array_equal(extra[:, 2], tokens):
             return f"the block [{start}, {end}) was captured of other tokens"
-        blob = self._blob(fmt, n, spans)
-        fmt.write_head(blob[: fmt.head_bytes(n)], start, extra)
-        if len(self._stages) > 1:
-            self._gather(fmt, blob[fmt.head_bytes(n) :], spans, n)
+        head_bytes = fmt.head_bytes(n)
+        end_of_body = head_bytes + fmt.body_bytes(n)
+        blob = self._blob(fmt, n, spans)[: end_of_body + len(fmt.tail)]
+        fmt.write_head(blob[:head_bytes], start, extra)
+        if not self._in_place(fmt):
+            self._gather(fmt, blob[head_bytes:end_of_body], spans, n)
+            blob[end_of_body:] = np.frombuffer(fmt.tail, np.uint8)
         with self._transfer():
             if not self._context.state_set(blob):
                 return f"llama.cpp refused the state of [{start}, {end})"
             self._context.share(self._context.transfer, slot, from_, upto)
-        if self._context.last_position(slot) != upto - 1:
+        if fmt.tail:  # sharing has dropped what the slot had besides rows
+            self.bare.add(slot)
+        elif self._context.last_position(slot) != upto - 1:
             self.repair(slot)
             return f"slot {slot} did not take [{from_}, {upto})"
         self.held[slot] = upto
@@ -187,13 +233,18 @@ class Slots:
         return np.frombuffer(span[end - 12 * n : end].tobytes(), "<i4").reshape(n, 3)
 
     def _blob(self, fmt: RangeFormat, n: int, spans: Sequence[Bytes]) -> Bytes:
-        """Where a whole blob of `n` cells goes: in the span around its payload, or in scratch for several stages."""
+        """Where a whole blob of `n` cells goes: in the span around its payload, or in scratch."""
         head_bytes, body_bytes = fmt.head_bytes(n), fmt.body_bytes(n)
-        if len(self._stages) == 1:
+        if self._in_place(fmt):
             return spans[0][fmt.head_room - head_bytes : fmt.head_room + body_bytes]
-        if len(self._scratch) < head_bytes + body_bytes:
-            self._scratch = np.empty(head_bytes + body_bytes, np.uint8)
-        return self._scratch[: head_bytes + body_bytes]
+        size = head_bytes + body_bytes + fmt.most_tail_bytes(n)
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch[:size]
+
+    def _in_place(self, fmt: RangeFormat) -> bool:
+        """Whether a payload lies in its span as in a blob: one stage, and nothing behind its rows."""
+        return len(self._stages) == 1 and not fmt.tail
 
     def _checked_block(self, slot: int, start: int, end: int, spans: Sequence[Bytes]) -> tuple[RangeFormat, int]:
         self.check(slot)

@@ -9,30 +9,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import msgspec
 import psutil
 
+from strata.engine.checkpoints import Checkpoints
 from strata.engine.fingerprint import StateFacts, fingerprint
 from strata.engine.gguf import GgufFile, read_model
 from strata.engine.layout import BadState, recognise, token_bytes
-from strata.engine.llama import KV_TYPES, MAX_SEQUENCES, STATE_VERSION, Context, ContextShape, Model
+from strata.engine.llama import KV_TYPES, MAX_SEQUENCES, STATE_VERSION, Context, Model
 from strata.engine.measure import FlashChoice, choose_flash_attention
-from strata.engine.protocol import EngineInfo, EngineSettings
 from strata.engine.selftest import Proof, is_cuttable, self_test
 from strata.engine.slots import Slots
 from strata.engine.template import ChatTemplate, find_openers
+from strata.engine.values import ContextShape, EngineInfo, EngineSettings
 from strata.errors import ConfigError
-from strata.types import PAGE
 
 MARGIN_CELLS = 512
 """Pool cells beyond slots x context: room for a block in the transfer sequence."""
 _RESERVED_SEQUENCES = 2  # the transfer sequence, and one that stays empty (ENGINE.md §0.5)
+_MORE_SPARES_THAN_SLOTS = 2  # each slot can have a checkpoint that waits for its capture, and one more each time
 _POOL_SHARE = 4  # the default pool takes at most this fraction of the RAM
 _PROBE_BATCH = 64
 _CONTEXT_STEP = 256
+_TIMED_TOKENS = 32
 
 ProgressCallback = Callable[[str, float], None]
 
@@ -45,8 +48,10 @@ class Served:
     model: Model
     context: Context
     slots: Slots
+    checkpoints: Checkpoints | None  # None where none are needed, or none can be taken
     template: ChatTemplate
-    read_chunk: int
+    settings: EngineSettings
+    token_s: float  # seconds per token of a short read, measured at start
 
 
 def load(settings: EngineSettings, remembered_flash_attention: bool | None, progress: ProgressCallback) -> Served:
@@ -65,43 +70,110 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
     tokens = settings.context or _default_context(model, settings, threads, flash)
     context = Context(
         model,
-        _shape(settings, threads, flash, cells=settings.slots * tokens + MARGIN_CELLS),
+        _shape(settings, threads, flash, cells=_pool_cells(model, settings, tokens)),
     )
     progress("self-test", 0.0)
     proof = self_test(model, context, stages)
     slots = Slots(
-        context, settings.slots, tokens, cuttable=is_cuttable(model), format=proof.format, stages=proof.stages
+        context,
+        settings.slots,
+        tokens,
+        cuttable=is_cuttable(model),
+        window=proof.cut_window,
+        format=proof.format,
+        stages=proof.stages,
     )
+    checkpoints = _checkpoints(context, slots, proof)
     template = ChatTemplate(
         model.chat_template(),
         bos=model.vocabulary.text_of(model.vocabulary.bos),
         eos=model.vocabulary.text_of(model.vocabulary.eos),
     )
-    info = EngineInfo(
+    info = _describe(settings, model, slots, context, proof, flash, files)
+    info = msgspec.structs.replace(
+        info,
+        openers=_openers(settings.turn_token, model, template),
+        has_chat_template=template.is_from_model,
+        checkpoint_bytes=checkpoints.most_bytes if checkpoints else 0,
+        spare_checkpoints=_spares(settings) if checkpoints else 0,
+        load_s=time.perf_counter() - began,
+    )
+    return Served(
+        info=info,
+        model=model,
+        context=context,
+        slots=slots,
+        checkpoints=checkpoints,
+        template=template,
+        settings=settings,
+        token_s=_time_a_token(context),
+    )
+
+
+def _describe(
+    settings: EngineSettings,
+    model: Model,
+    slots: Slots,
+    context: Context,
+    proof: Proof,
+    flash: FlashChoice,
+    files: Sequence[GgufFile],
+) -> EngineInfo:
+    """What is known of the model and its memory; the rest is still empty."""
+    kv = settings.kv_k if settings.kv_k == settings.kv_v else f"{settings.kv_k},{settings.kv_v}"
+    return EngineInfo(
         model_name=model.metadata("general.name") or Path(settings.model_path).stem,
         model_path=settings.model_path,
         fingerprint=fingerprint(files, _facts(model, context, proof, files)),
         slots=settings.slots,
-        context=tokens,
+        context=slots.limit,
         context_train=model.context_train,
         pool_cells=context.cells,
         vocab_tokens=model.vocabulary.n_tokens,
-        kv=settings.kv_k if settings.kv_k == settings.kv_v else f"{settings.kv_k},{settings.kv_v}",
+        kv=kv,
         flash_attention=flash.on,
         flash_attention_reason=flash.reason,
-        threads=threads,
+        threads=context.shape.threads,
         mode=proof.mode,
         mode_reason=proof.reason,
-        head_room=proof.format.head_room if proof.format else PAGE,
+        head_room=proof.head_room,
         block_tokens=proof.format.block_tokens if proof.format else 0,
         stages=proof.stages,
-        openers=_openers(settings.turn_token, model, template),
-        has_chat_template=template.is_from_model,
-        load_s=time.perf_counter() - began,
+        openers=(),
+        has_chat_template=False,
+        load_s=0.0,
+        cuttable=proof.mode == "segments",
+        row_layers=proof.format.layers if proof.format else (),
     )
-    return Served(
-        info=info, model=model, context=context, slots=slots, template=template, read_chunk=settings.read_chunk
-    )
+
+
+def _checkpoints(context: Context, slots: Slots, proof: Proof) -> Checkpoints | None:
+    if proof.checkpoint is None:
+        return None
+    spares = range(len(slots.held), context.empty)
+    return Checkpoints(context, slots, proof.checkpoint, spares=spares, head_room=proof.head_room)
+
+
+def _spares(settings: EngineSettings) -> int:
+    """Sequence ids for checkpoints that wait. They cost nothing but, in recurrent memory, a state each."""
+    wanted = settings.spare_checkpoints
+    if wanted is None:
+        wanted = settings.slots + _MORE_SPARES_THAN_SLOTS
+    return min(wanted, MAX_SEQUENCES - _RESERVED_SEQUENCES - settings.slots)
+
+
+def _pool_cells(model: Model, settings: EngineSettings, tokens: int) -> int:
+    """Cells for every slot, a block on its way, and what checkpoints that wait may keep alive."""
+    return settings.slots * tokens + MARGIN_CELLS + _spares(settings) * max(0, model.sliding_window)
+
+
+def _time_a_token(context: Context) -> float:
+    """Seconds per token of a short read. Leaves the context empty."""
+    began = time.perf_counter()
+    context.feed(0, [0] * _TIMED_TOKENS, 0)
+    seconds = time.perf_counter() - began
+    context.clear()
+    return seconds / _TIMED_TOKENS
 
 
 def _check(settings: EngineSettings) -> None:
@@ -112,6 +184,12 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigError(f"--context {settings.context} must be at least 1.", field="--context")
     if settings.read_chunk < 1:
         raise ConfigError(f"a read chunk of {settings.read_chunk} tokens must be at least 1.", field="read_chunk")
+    if settings.spare_checkpoints is not None and settings.spare_checkpoints < 1:
+        raise ConfigError("there must be at least one spare checkpoint.", field="spare_checkpoints")
+    if settings.decode_share is not None and not 0 <= settings.decode_share < 1:
+        raise ConfigError(
+            f"STRATA_BATCH_DECODE_SHARE {settings.decode_share} must lie in [0, 1).", field="STRATA_BATCH_DECODE_SHARE"
+        )
     if settings.flash_attention not in ("auto", "on", "off"):
         raise ConfigError(
             f"--flash-attention {settings.flash_attention} must be auto, on or off.", field="--flash-attention"
@@ -143,12 +221,13 @@ def default_threads() -> int:
 def _shape(settings: EngineSettings, threads: int, flash: FlashChoice, *, cells: int) -> ContextShape:
     return ContextShape(
         cells=cells,
-        sequences=settings.slots + _RESERVED_SEQUENCES,
+        sequences=settings.slots + _spares(settings) + _RESERVED_SEQUENCES,
         batch=max(settings.read_chunk + settings.slots, _PROBE_BATCH),
         threads=threads,
         flash_attention=flash.on,
         kv_k=settings.kv_k,
         kv_v=settings.kv_v,
+        swa_full=settings.swa_full,
     )
 
 
@@ -158,6 +237,8 @@ def _default_context(model: Model, settings: EngineSettings, threads: int, flash
     try:
         context.feed(0, [0] * 4, 0)
         state, _ = recognise(context.state(0), context.layout)
+        if not settings.swa_full:  # what slides does not grow with the context
+            state = replace(state, parts=state.parts[:1])
         per_token = token_bytes(state)
     except BadState:
         per_token = 0

@@ -24,6 +24,7 @@ from strata.engine.chunks import Chunks
 from strata.engine.loop import Loop
 from strata.engine.protocol import (
     AttachChunk,
+    Cancel,
     Command,
     Detokenize,
     Detokenized,
@@ -88,6 +89,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._text_jobs: queue.SimpleQueue[TextJob] = queue.SimpleQueue()
         self._reported: tuple[str, float] = ("", 0.0)
+        self._loop: Loop | None = None
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -100,8 +102,9 @@ class Worker:
             self._events.send([LoadFailed(message=error.message, field=error.field)])
             raise SystemExit(1) from None
         threading.Thread(target=TextThread(served, self._text_jobs, self._events).run, name="text", daemon=True).start()
+        self._loop = Loop(served, self._chunks, self._inbox, self._events.send)
         self._events.send([Ready(info=served.info)])
-        Loop(served, self._chunks, self._inbox, self._events.send).run()
+        self._loop.run()
 
     def _read(self) -> None:
         """The reader thread. The end of the pipe ends the process at once, even in the middle of a step."""
@@ -125,6 +128,8 @@ class Worker:
             self._text_jobs.put(command)
         else:
             self._inbox.put(command)
+            if isinstance(command, Cancel) and self._loop is not None:
+                self._loop.interrupt(command.request)
 
     def _progress(self, stage: str, fraction: float) -> None:
         last_stage, last_fraction = self._reported

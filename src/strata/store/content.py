@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from strata.store.format import FileHeader, digest
 from strata.store.fs import aligned_buffer
 from strata.types import PAGE, pad_to_page
 
 _ZEROS = bytes(PAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingFile:
+    """A segment or checkpoint file that is written under a temporary name and not published yet."""
+
+    temporary: str
+    final: str
+    size: int
+    linked: bool = False  # a second name of another level's file
 
 
 def header_page(header: FileHeader) -> memoryview:

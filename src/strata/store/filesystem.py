@@ -21,18 +21,25 @@ Buffer = bytes | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One directory entry, links not followed. `allocated_bytes` is what `du` counts."""
+    """One directory entry, links not followed. `allocated_bytes` is what `du` counts.
+
+    `version`: another one once the file was replaced or written to.
+    """
 
     name: str
     kind: Kind
     size: int
     allocated_bytes: int
+    version: tuple[int, ...] = ()
 
 
 class Lock(Protocol):
     """An exclusive lock; it also ends with the process that holds it, however that ends."""
 
     def release(self) -> None: ...
+
+    def is_in_place(self) -> bool:
+        """Whether the directory still is the one that was locked; False when it was removed or replaced."""
 
 
 class Filesystem(Protocol):

@@ -139,7 +139,8 @@ def _entry(name: str, status: os.stat_result) -> Entry:
     blocks: int | None = getattr(status, "st_blocks", None)  # in units of 512 bytes, whatever the filesystem's block is
     allocated = status.st_size if blocks is None else blocks * 512
     kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
-    return Entry(name=name, kind=kind, size=status.st_size, allocated_bytes=allocated)
+    version = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return Entry(name=name, kind=kind, size=status.st_size, allocated_bytes=allocated, version=version)
 
 
 def _address(view: Buffer) -> int:
@@ -196,13 +197,20 @@ PWriteV = Callable[[int, Sequence[memoryview], int], int]
 
 
 class _FileLock:
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, path: Path) -> None:
         self._fd: int | None = fd
+        self._path = path
 
     def release(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def is_in_place(self) -> bool:
+        try:
+            return self._fd is not None and os.path.samestat(os.fstat(self._fd), self._path.lstat())
+        except FileNotFoundError:
+            return False
 
 
 class Disk:
@@ -332,7 +340,7 @@ class Disk:
             except BaseException:
                 os.close(fd)
                 raise
-        return _FileLock(fd)
+        return _FileLock(fd, path)
 
     def _kind(self, path: Path) -> Kind | None:
         try:

@@ -11,18 +11,18 @@ of another level's writer too; a file that is dropped meanwhile is read to its e
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from strata.store import reading
-from strata.store.account import Account, WriteCounts
-from strata.store.content import file_content
+from strata.store.account import Account, Vanished, WriteCounts
+from strata.store.content import PendingFile, file_content
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import (
     CheckpointHeader,
@@ -46,16 +46,6 @@ from strata.store.names import (
 )
 from strata.store.scan import Scan, Walk, read_scan, walk
 from strata.types import Key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingFile:
-    """A segment or checkpoint file that is written under a temporary name and not published yet."""
-
-    temporary: str
-    final: str
-    size: int
-    linked: bool = False  # a second name of another level's file
 
 
 class Level:
@@ -213,6 +203,26 @@ class Level:
             raise
         return self._account.of(name)
 
+    def require(self, manifest: Manifest) -> None:
+        """Raises Vanished when a published file of it is not there any more: it must not be committed then.
+
+        A directory that was removed or replaced is made and locked anew. LevelError when another process has it.
+        """
+        stages = range(len(manifest.stages))
+        paths = [segment_path(key, stage) for key in manifest.keys for stage in stages]
+        paths += map(checkpoint_path, manifest.checkpoint_keys)
+        if self._lock.is_in_place() and all(map(self._exists, paths)):
+            return
+        self._fs.make_dir(self.root)
+        if not self._lock.is_in_place():
+            lock = self._fs.lock(self.root)
+            self._lock.release()
+            self._lock = lock
+        self._fs.make_dir(self.root / SEGMENT_DIR)
+        self._walk()
+        self._folders_unsynced = True
+        raise Vanished(errno.ENOENT, "files were removed while it was in use; what is missing is lost", str(self.root))
+
     def drop(self, serials: Iterable[int], keys: Iterable[Key], threads: Executor | None = None) -> int:
         """Remove manifests, durably, then segments and checkpoints that nothing else names, durably; the bytes freed.
 
@@ -272,6 +282,20 @@ class Level:
         seen = (serial_in(path) for path in (*found.files, *found.misplaced))
         self._serial = max(self._serial, *seen, 0)
         return found
+
+    def segment_bytes(self, key: Key) -> int:
+        """What the files of a segment take on disk."""
+        return sum(self._account.of(path) for path in self._paths_of(key))
+
+    def has(self, what: int | Key) -> bool:
+        """Whether the account has a file of a manifest, by serial, or of a segment or checkpoint."""
+        return bool(self._paths_of(what)) if isinstance(what, bytes) else manifest_name(what) in self._account
+
+    def _exists(self, path: str) -> bool:
+        with suppress(FileNotFoundError):
+            self._fs.stat(self.root / path)
+            return True
+        return False
 
     def _paths_of(self, key: Key) -> list[str]:
         names = (*(segment_path(key, stage) for stage in range(MAX_STAGES)), checkpoint_path(key))

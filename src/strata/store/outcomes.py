@@ -56,12 +56,14 @@ class Failed:
 
     After a failed commit, files of the ticket may be complete on disk all the same: drop those of `left` that no
     manifest names. `giver` is set when the level to adopt from could not give its file; this level is fine then.
+    `vanished`: files of this level were removed by someone else; its account says which are left.
     """
 
     reason: str
     errno: int | None = None
     left: tuple[Key, ...] = ()
     giver: NotRead | None = None
+    vanished: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from strata.errors import DamagedFile, StrataError
+from strata.store.account import Vanished
+from strata.store.content import PendingFile
 from strata.store.format import CheckpointHeader, FileHeader, Manifest, SegmentHeader
 from strata.store.hashing import Hasher
 from strata.store.jobs import Begin, Job, JobThread
-from strata.store.level import Level, PendingFile
+from strata.store.level import Level
 from strata.store.names import checkpoint_path, segment_path
 from strata.store.outcomes import (
     Abandoned,
@@ -199,8 +201,11 @@ class Writer:
 
         return self._submit(work, partial(self._fail, ticket))
 
-    def commit(self, ticket: int, manifest: Manifest) -> Future[Committed | Failed]:
-        """Make the ticket's files durable, then the manifest. Fails if one of them failed. Ends the ticket."""
+    def commit(self, ticket: int, manifest: Manifest, *, ids_only: bool = False) -> Future[Committed | Failed]:
+        """Make the ticket's files durable, then the manifest. Fails if one of them failed. Ends the ticket.
+
+        Fails too when a file that was there before is not any more, unless `ids_only`.
+        """
         entry = _Ticket()
 
         def work() -> Committed | Failed:
@@ -210,6 +215,8 @@ class Writer:
             if entry.failed is not None:
                 return entry.failed
             self._level.publish(entry.files, self._syncers)
+            if not ids_only:
+                self._level.require(manifest)
             size = self._level.put_manifest(manifest)
             return Committed(manifest_bytes=size, seconds=time.monotonic() - started)
 
@@ -359,7 +366,7 @@ def _raise(error: Exception) -> NoReturn:
 
 def _failed(error: Exception) -> Failed:
     if isinstance(error, OSError):
-        return Failed(reason=str(error), errno=error.errno)
+        return Failed(reason=str(error), errno=error.errno, vanished=isinstance(error, Vanished))
     if isinstance(error, StrataError):
         cause = error.__cause__
         return Failed(reason=error.message, errno=cause.errno if isinstance(cause, OSError) else None)

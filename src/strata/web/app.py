@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,25 +16,36 @@ from strata.web.auth import KeyGate
 from strata.web.bodies import ChatBody, TextBody
 from strata.web.errors import error_content, install_error_handlers, json_response
 from strata.web.exchange import Exchanges, ServerSeam
+from strata.web.gate import Gate
 from strata.web.openai import openai_routes
+from strata.web.pages import docs_routes
+from strata.web.slots import SlotBody, slot_routes
 
 
-def create_app(server: ServerSeam, keys: Sequence[str] = (), *, limits: Limits | None = None) -> FastAPI:
-    """The application around a started server. With `keys`, every route but /health needs one of them."""
-    app = FastAPI(title="Strata", version=strata.__version__, redoc_url=None, redirect_slashes=False)
+def create_app(
+    server: ServerSeam, keys: Sequence[str] = (), *, limits: Limits | None = None, names: Collection[str] = ()
+) -> FastAPI:
+    """The application around a started server. With `keys`, every route but /health needs one of them.
+
+    `names`: what clients may call this server, beside addresses and localhost; with keys, anything.
+    """
+    app = FastAPI(title="Strata", version=strata.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.exchanges = Exchanges(server)
     app.include_router(openai_routes(server, app.state.exchanges, limits or Limits()))
+    app.include_router(slot_routes(server))
     app.include_router(admin_routes(server))
+    app.include_router(docs_routes(app))
     install_error_handlers(app)
     if keys:
         app.add_middleware(KeyGate, keys=keys)
+    app.add_middleware(Gate, names=None if keys else names)
     _describe_bodies(app)
     return app
 
 
 def _describe_bodies(app: FastAPI) -> None:
     """Adds the request bodies, which are validated outside FastAPI, to the OpenAPI page."""
-    bodies = [(ChatBody, "validation"), (TextBody, "validation")]
+    bodies = [(ChatBody, "validation"), (TextBody, "validation"), (SlotBody, "validation")]
     _, schema = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     original = app.openapi
 

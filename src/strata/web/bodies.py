@@ -34,7 +34,7 @@ MAX_BIASES = 1 << 16
 _LARGE_BODY_BYTES = 1 << 20
 _INT32 = 2**31 - 1
 _Item = TypeVar("_Item")
-_Body = TypeVar("_Body", bound="_Fields")
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 def _refuse_unless(*harmless: Any) -> AfterValidator:

@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from strata.errors import EngineGone, StrataError
 from strata.serve.request import Completed, TurnEvent, TurnRequest
+from strata.serve.sessions import Sessions
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,14 @@ class ServerSeam(Protocol):
         ...
 
     def status(self) -> dict[str, Any]: ...
+
+    def slots(self, namespace: str) -> list[dict[str, Any]]:
+        """What GET /slots answers to this namespace."""
+        ...
+
+    def sessions(self) -> Sessions:
+        """Raises NotSupported when slots cannot be saved, EngineGone while the server starts or stops."""
+        ...
 
     def health(self) -> tuple[bool, str]: ...
 

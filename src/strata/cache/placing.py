@@ -1,0 +1,105 @@
+"""Where a park goes, and room for it: decides by the facts of this moment, evicts what that takes, and begins it.
+
+The decision itself is rules/placement.py; what a park does then is parking.py.
+"""
+
+from __future__ import annotations
+
+from strata.cache.capturing import segment_lengths
+from strata.cache.parking import Desk, Parking, ParkJob, give_up, transient_need_bytes
+from strata.cache.spilling import Spiller
+from strata.rules import prefix
+from strata.rules.eviction import Eviction
+from strata.rules.placement import Destination, ParkFacts, place_park
+from strata.types import Key, Segment
+
+NOTHING_TO_EVICT = Eviction(serials=(), keys=(), loose=(), freed_bytes=0, short_bytes=0)
+
+
+class Placing:
+    """Begins parks. `spiller`: writes what RAM cannot keep, also when it does not mirror every park."""
+
+    def __init__(self, desk: Desk, spiller: Spiller | None) -> None:
+        self._desk = desk
+        self._spiller = spiller
+        self._begun = 0
+
+    def __repr__(self) -> str:
+        return f"Placing({self._begun} begun)"
+
+    def begin(self, job: ParkJob) -> Parking | None:
+        """A park of the job's state; `Parking.run` must follow. None: nothing to do, or no way to do it."""
+        desk = self._desk
+        segments = prefix.chain(job.root, job.tokens, prefix.cuts(len(job.tokens), job.frontier))
+        keys = tuple(segment.key for segment in segments)
+        if keys:
+            desk.kept.live[job.slot] = keys
+        if not keys or self._is_kept_already(job, keys):
+            desk.counters.skipped += 1
+            return None
+        self._begun += 1
+        refusal = self._refusal(segments)
+        facts, room = self._facts(job, segments, keys, refused=bool(refusal))
+        placed = place_park(facts)
+        if placed.destination in (Destination.DISCARD, Destination.DROP):
+            if refusal and placed.destination is Destination.DISCARD and desk.disk is not None:
+                desk.counters.refused += 1
+                desk.disk.counters.rejected += 1
+            give_up(desk, job, placed, refusal)
+            return None
+        freed_bytes = 0
+        if placed.destination is Destination.RAM:
+            desk.kept.evict(room)
+            freed_bytes = room.freed_bytes
+        if placed.evict_bytes > freed_bytes and desk.ram is not None:
+            desk.kept.evict(desk.ram.plan_to_free(placed.evict_bytes - freed_bytes, keys))
+        if placed.destination is not Destination.RAM and self._spiller is not None:
+            self._spiller.offer_oldest(desk.kept.only_in_ram(), facts.ram_need_bytes)
+        return Parking(job, segments, facts, placed, desk, born=self._begun)
+
+    def _is_kept_already(self, job: ParkJob, keys: tuple[Key, ...]) -> bool:
+        """Nothing new since the last durable copy; or RAM has it, and it is written from there."""
+        desk = self._desk
+        if desk.disk is not None and desk.disk.index.stores(keys):
+            return True
+        if desk.ram is None or not desk.ram.index.stores(keys):
+            return False
+        promoted = None if job.provisional else desk.ram.promote(keys)
+        if promoted is not None and desk.spiller is not None:
+            desk.spiller.offer(promoted)
+        return True
+
+    def _facts(
+        self, job: ParkJob, segments: tuple[Segment, ...], keys: tuple[Key, ...], *, refused: bool
+    ) -> tuple[ParkFacts, Eviction]:
+        desk = self._desk
+        ram, disk = desk.ram, desk.disk
+        sizes = {s.key: sum(map(sum, segment_lengths(desk.engine, s))) for s in segments}
+        ram_need = sum(n for key, n in sizes.items() if ram is None or not ram.index.holds(key))
+        to_write = frozenset(key for key in keys if disk is None or not disk.index.holds(key))
+        room, fits, evictable_bytes = NOTHING_TO_EVICT, False, 0
+        if ram is not None:
+            old = ram.superseded_by(
+                job.conversation, job.root, job.tokens, born=self._begun, provisional=job.provisional
+            )
+            room = ram.room_for(ram_need, keys, supersedes=old, provisional=job.provisional)
+            fits, evictable_bytes = ram.fits(room, supersedes=old), ram.evictable_bytes(keys)
+        facts = desk.admission.facts(
+            ram_need_bytes=ram_need,
+            transient_need_bytes=transient_need_bytes(desk, segments, to_write),
+            evictable_bytes=evictable_bytes,
+            fits_budget=fits,
+            disk_usable=disk is not None and (disk.usable or ram is None) and not refused,
+            provisional=job.provisional,
+            durable_below=desk.kept.anywhere(keys),
+            mirror_parks=desk.mirror,
+        )
+        return facts, room
+
+    def _refusal(self, segments: tuple[Segment, ...]) -> str:
+        """Why the write level does not take them."""
+        desk, disk = self._desk, self._desk.disk
+        if disk is None or not disk.limits.rejects:
+            return ""
+        missing = (s for s in segments if not disk.index.holds(s.key))
+        return disk.refuses(sum(sum(map(sum, segment_lengths(desk.engine, s))) for s in missing))

@@ -1,0 +1,29 @@
+"""Parts of /v1/status that belong to no single module: counts of the cache, and of the arena.
+
+Plain values for JSON; no text, no token, no client's key.
+"""
+
+from __future__ import annotations
+
+from strata.cache.cache import ConversationCache
+from strata.store.arena import Arena
+
+
+def cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:
+    """`under_way`: parks, writes and moves that have not ended; `unwritten`: states that only RAM has so far."""
+    return {
+        "under_way": parks + cache.under_way,
+        "unwritten": cache.unwritten,
+        "counters": cache.counters.as_dict(),
+        "restore_ladder": cache.ladder.climbs,
+        "costs": cache.ladder.costs.status(),
+    }
+
+
+def arena_status(arena: Arena) -> dict[str, object]:
+    return {
+        "limit_bytes": arena.limit_bytes,
+        "reserved_bytes": arena.reserved_bytes,
+        "touched_bytes": arena.touched_bytes,
+        "used_bytes": arena.used_bytes,
+    }

@@ -77,6 +77,10 @@ class DiskLevel:
     def puts_under_way(self) -> int:
         return len(self._puts)
 
+    @property
+    def manifests_under_way(self) -> tuple[Manifest, ...]:
+        return tuple(put.manifest for put in self._puts)
+
     # ---------------------------------------------------------------------------------------------------------- asking
 
     @property
@@ -205,7 +209,8 @@ class DiskLevel:
         for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
             self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
         for checkpoint, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
-            self.index.add_checkpoint(key, checkpoint.file_bytes)
+            place = manifest.place_of(checkpoint.position)
+            self.index.add_checkpoint(key, checkpoint.file_bytes, n_bytes=checkpoint.n_bytes, place=place)
         longest = manifest.n_tokens if cut_short else None
         if not self.limits.is_archive:
             self.supersede(entry, longest=longest)

@@ -66,11 +66,24 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCheckpoint:
+    """A durable checkpoint of the level. `n_bytes`: of its payload."""
+
+    key: Key
+    position: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto)."""
+    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto).
+
+    `checkpoint`: of memory that cannot be cut, the one at `upto`, to be applied last.
+    """
 
     path: tuple[HeldSegment, ...]
     upto: int
+    checkpoint: HeldCheckpoint | None = None
 
 
 NO_MATCH = Match(path=(), upto=0)

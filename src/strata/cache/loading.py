@@ -59,7 +59,8 @@ def _load_manifest(index: LevelIndex, scan: Scan, manifest: Manifest, allocated_
     for entry, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
         file = scan.checkpoints.get(key)
         if file is not None and file.size == entry.file_bytes:
-            index.add_checkpoint(key, file.allocated_bytes)
+            place = manifest.place_of(entry.position)
+            index.add_checkpoint(key, file.allocated_bytes, n_bytes=entry.n_bytes, place=place)
     index.add_conversation(conversation_of(manifest, allocated_bytes))
     return unusable
 

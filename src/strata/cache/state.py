@@ -16,7 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from strata.cache.entries import NO_MATCH, Conversation, HeldSegment, Match
+from strata.cache.checkpoint_index import CheckpointIndex
+from strata.cache.entries import NO_MATCH, Conversation, HeldCheckpoint, HeldSegment, Match
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
@@ -29,7 +30,7 @@ class LevelIndex:
 
     def __init__(self) -> None:
         self._segments: dict[Key, HeldSegment] = {}
-        self._checkpoints: set[Key] = set()
+        self._checkpoints = CheckpointIndex()
         self._bytes: dict[Key, int] = {}  # every segment and checkpoint on disk, usable or not
         self._conversations: dict[int, Conversation] = {}
         self._references: Counter[Key] = Counter()
@@ -61,6 +62,20 @@ class LevelIndex:
             parent, at = held.key, held.segment.end
         tail, upto = max((level._longest_tail(parent, at, tokens) for level in levels), key=lambda found: found[1])
         return Match(path=(*path, *tail), upto=upto) if path or tail else NO_MATCH
+
+    def resume_point(self, root: Key, tokens: Tokens) -> Match:
+        """`lookup` for memory that cannot be cut: up to the deepest checkpoint that the longest prefix reaches."""
+        found = self.lookup(root, tokens)
+        usable = self.checkpoints_along(root, tokens[: found.upto])
+        if not usable:
+            return NO_MATCH
+        upto = usable[-1].position
+        path = tuple(held for held in found.path if held.segment.start < upto)
+        return Match(path=path, upto=upto, checkpoint=usable[-1])
+
+    def checkpoints_along(self, root: Key, tokens: Tokens) -> tuple[HeldCheckpoint, ...]:
+        """The usable checkpoints of prefixes of `tokens`, all of it included, ascending."""
+        return self._checkpoints.along(root, tokens)
 
     def _longest_tail(self, parent: Key, at: int, tokens: Tokens) -> tuple[list[HeldSegment], int]:
         """Segments behind `parent` that share most tokens with `tokens[at:]`, and the position they reach."""
@@ -257,10 +272,10 @@ class LevelIndex:
         self._track_piece(segment.parent)
         self._track_piece(segment.key)
 
-    def add_checkpoint(self, key: Key, n_bytes: int) -> None:
-        """Record a durable checkpoint."""
-        self._bytes[key] = n_bytes
-        self._checkpoints.add(key)
+    def add_checkpoint(self, key: Key, file_bytes: int, *, n_bytes: int, place: tuple[Key, int]) -> None:
+        """Record a durable checkpoint. `n_bytes`: of its payload. `place`: see Manifest.place_of."""
+        self._bytes[key] = file_bytes
+        self._checkpoints.add(key, n_bytes, place)
 
     def add_conversation(self, conversation: Conversation) -> None:
         """Record a durable manifest; what it names gains a reference."""
@@ -329,7 +344,7 @@ class LevelIndex:
             wrong.append("reference counts differ from a recount over the conversations")
         if Counter(c.keys[-1] for c in self._conversations.values()) != +self._last_keys:
             wrong.append("the table of last keys differs from the conversations")
-        if not self._segments.keys() | self._checkpoints <= self._bytes.keys():
+        if not self._segments.keys() | self._checkpoints.keys() <= self._bytes.keys():
             wrong.append("a usable segment or checkpoint has no size")
         children = Counter((h.segment.parent, h.key) for h in self._segments.values())
         if children != Counter((parent, key) for parent, pairs in self._children.items() for _, key in pairs):

@@ -123,5 +123,7 @@ def conversation_key(root: Key, tokens: Tokens, openers: Collection[int]) -> byt
 
 
 def blocks(start: int, end: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
-    """The token ranges of a segment's blocks: at most `block_tokens` each, in order."""
+    """The token ranges of a segment's blocks: at most `block_tokens` each, in order; none of 0, which has no rows."""
+    if not block_tokens:
+        return ()
     return tuple((a, min(a + block_tokens, end)) for a in range(start, end, block_tokens))

@@ -96,10 +96,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def _chain_key(self, position: int) -> Key:
         """The key that `chain(root, tokens[:position], cuts(position))` ends with."""
-        full = position // SEGMENT_TOKENS
-        key = self.keys[full - 1] if full else self.root
-        rest = self.token_ids[full * SEGMENT_TOKENS : position]
-        return prefix.next_key(key, rest) if len(rest) else key
+        key, length = self.place_of(position)
+        return prefix.next_key(key, self.token_ids[position - length : position]) if length else key
+
+    def place_of(self, position: int) -> tuple[Key, int]:
+        """The key of the last full segment that ends at or before `position`, or the root; the tokens behind it."""
+        full, length = divmod(position, SEGMENT_TOKENS)
+        return self.keys[full - 1] if full else self.root, length
 
     @property
     def objects(self) -> dict[Key, int]:

@@ -46,7 +46,7 @@ ENDS = (
 
 def limits(target: Target, ram_blocks: int | None, *, most: int = 50, **more: Any) -> CacheLimits:
     ram = None if ram_blocks is None else RamLimits(budget_bytes=ram_blocks * BLOCK, most=most)
-    return CacheLimits(floors=FLOORS, park_target=target, ram=ram, **more)
+    return CacheLimits(floors=FLOORS, park_target=target, ram=ram, ladder=True, **more)
 
 
 def ends(bench: Workbench) -> dict[str, int]:

@@ -40,7 +40,9 @@ from strata.engine.turns import Part, Turns, knobs_of
 SlotCommand = Run | SlotJob
 Send = Callable[[Sequence[Event]], None]
 
-_STALL_WRITING_S = 0.004  # a step may move blocks for so long while a slot writes (DESIGN §5.8) ...
+# While a slot writes, a step moves one block, or several small ones: that alone takes about a millisecond, and what is
+# done with it elsewhere (hashing, the disk) takes the same cores (DESIGN §5.8: 5 ms at most; see bench-park) ...
+_STALL_WRITING_S = 0.0005
 _STALL_READING_S = 0.25  # ... and for so long while others only read: their steps take seconds on a CPU
 _NO_FREE_CELLS = 1  # llama_decode's codes; nothing was changed then ...
 _STOPPED = 2  # ... and here what was computed last was taken back

@@ -159,6 +159,18 @@ class Config:
     conversation_cache_reserve_mib: int = field(
         default=0, metadata=_is(_MIB, "MiB of memory taken for conversations before the model is loaded")
     )
+    prompt_cache: int = field(
+        default=6,
+        metadata=_is(
+            whole(1, 1000), "most checkpoints kept of a conversation, for models whose memory cannot be cut anywhere"
+        ),
+    )
+    prompt_cache_every: int = field(
+        default=16384, metadata=_is(_TOKENS, "tokens from one of these checkpoints to the next; 0 = at turns only")
+    )
+    prompt_cache_root: int = field(
+        default=2048, metadata=_is(_TOKENS, "fewest tokens before the checkpoint behind the system prompt")
+    )
     slot_save_path: Path | None = field(
         default=None,
         metadata=_is(FOLDER, "directory that POST /slots saves to and restores from; empty = off"),

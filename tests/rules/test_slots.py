@@ -3,14 +3,26 @@
 from strata.rules.slots import Seat, SlotView, choose_seat
 
 
-def slot(index, *, idle=True, held=0, shared=0, frontier=0, parked=True, last_used_s=0.0):
+def slot(index, *, idle=True, held=0, shared=0, frontier=0, parked=True, last_used_s=0.0, forkable=None):
     return SlotView(
-        index=index, idle=idle, held=held, shared=shared, frontier=frontier, parked=parked, last_used_s=last_used_s
+        index=index,
+        idle=idle,
+        held=held,
+        shared=shared,
+        frontier=frontier,
+        parked=parked,
+        last_used_s=last_used_s,
+        forkable=shared if forkable is None else forkable,
     )
 
 
 def seat(*slots):
     return choose_seat(slots, least_fork=32)
+
+
+def test_what_cannot_be_forked_is_gone_back_to_in_place():
+    assert seat(slot(0), slot(1, held=500, shared=460, frontier=450, forkable=0)) == Seat(slot=1, keep=460)
+    assert seat(slot(0), slot(1, held=500, shared=300, frontier=450, forkable=0)) == Seat(slot=0, keep=0)
 
 
 def test_nothing_idle_is_no_seat():

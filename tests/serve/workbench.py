@@ -23,7 +23,7 @@ from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
 from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
-from strata.engine.protocol import Delta, Done, Finished, Prepared, Progress, Run, Sampling, unpack_tokens
+from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
 from strata.rules import prefix
 from strata.rules.placement import Target
@@ -59,8 +59,8 @@ async def ticks(n: int) -> None:
 class HookedEngine(FakeEngine):
     """Jobs are carried out when they are sent and answered later. `delay`: turns of the loop until the answer."""
 
-    def __init__(self, arena: Arena, *, slots: int, stages: int, context: int = 4096) -> None:
-        super().__init__(arena, slots=slots, stages=stages, context=context)
+    def __init__(self, arena: Arena, *, slots: int, stages: int, context: int = 4096, memory: str = "segments") -> None:
+        super().__init__(arena, slots=slots, stages=stages, context=context, memory=memory)
         self.on_step: Hook = no_hook
         self.delay: Callable[[str], int] = lambda _: 1
         self.down = False
@@ -129,10 +129,14 @@ class HookedRun:
         self._engine, self._inner, self._slot = engine, inner, slot
         self._error: RunError | None = None
 
+    @property
+    def checkpoints(self) -> list[Held]:
+        return self._inner.checkpoints
+
     def __aiter__(self) -> HookedRun:
         return self
 
-    async def __anext__(self) -> Progress | Delta | Finished:
+    async def __anext__(self) -> Progress | Delta | Held | Finished:
         try:
             self._engine.step("event")
         except RunError as error:
@@ -242,6 +246,7 @@ class Workbench:
         disk_limits: DiskLimits | None = None,
         fingerprint: bytes = b"f" * 32,
         clock_step_s: float = 1.0,
+        memory: str = "segments",
     ) -> None:
         """`warm_bytes`: a second level above, in `root`/warm. `archive`: "off", "ids" or "state".
 
@@ -249,7 +254,8 @@ class Workbench:
         """
         self.arena = Arena(arena_bytes, MIB, pretouch=False, large_pages=False)
         self.free_bytes: int | None = 1 << 50
-        self.engine = HookedEngine(self.arena, slots=slots, stages=stages)
+        self.engine = HookedEngine(self.arena, slots=slots, stages=stages, memory=memory)
+        block_tokens = block_tokens if self.engine.info.stages else 0
         self.engine.info = msgspec.structs.replace(self.engine.info, block_tokens=block_tokens, fingerprint=fingerprint)
         disk_limits = disk_limits or DiskLimits(budget_bytes=budget_bytes)
         self.level = Level.open(root if warm_bytes is None else root / "cold", fs=fs)
@@ -275,6 +281,8 @@ class Workbench:
         self.disk = self.cache.disks[0]
         """The write level."""
         self.slots = Slots(slots, self._clock, is_kept=self.cache.keeps_live)
+        if not self.engine.info.cuttable:
+            self.slots.resume_point = self.cache.resume_point
         self.engine.on_restart = self._on_restart
         self.shop = Workshop(engine=self.engine, slots=self.slots, cache=self.cache)
 
@@ -366,8 +374,13 @@ class Workbench:
         )
         for slot in self.slots.all:
             assert (slot.busy, slot.doing, slot.parkings) == (False, "idle", set())
-            held = self.engine.states[slot.index][: len(slot.tokens)]
-            assert held == states_of(slot.tokens), f"{slot!r} does not hold what it claims"
+            held, right = self.engine.states[slot.index][: len(slot.tokens)], states_of(slot.tokens)
+            if not self.engine.info.stages:  # what a checkpoint brings is the last state alone
+                held, right = held[-1:], right[-1:]
+            assert held == right, f"{slot!r} does not hold what it claims"
+            if not self.engine.info.cuttable and len(slot.tokens):
+                assert len(self.engine.states[slot.index]) == len(slot.tokens), f"{slot!r} cannot be cut"
+        assert not self.engine.held_checkpoints, "spares leak"
         for disk in self.cache.disks:
             self._check_level(disk)
 

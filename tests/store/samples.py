@@ -12,10 +12,19 @@ import numpy as np
 from blake3 import blake3
 
 from strata.rules import prefix
-from strata.store.format import Manifest, SegmentHeader, plan_segment, segment_file_bytes
+from strata.store.format import (
+    CheckpointEntry,
+    CheckpointHeader,
+    FileHeader,
+    Manifest,
+    SegmentHeader,
+    plan_checkpoint,
+    plan_segment,
+    segment_file_bytes,
+)
 from strata.store.fs import aligned_buffer
 from strata.store.level import Level, PendingFile
-from strata.types import Key, Segment, StageShape, pad_to_page
+from strata.types import PAGE, Key, Segment, StageShape, pad_to_page
 
 IDENTITY = bytes(range(32))
 OTHER_IDENTITY = bytes(32)
@@ -38,8 +47,12 @@ def conversation(
     identity: bytes = IDENTITY,
     stages: tuple[StageShape, ...] = STAGES,
     block_tokens: int = BLOCK_TOKENS,
+    checkpoints: Iterable[tuple[int, int]] = (),
 ) -> Manifest:
-    """A manifest of `n_tokens` random tokens; the first `shared` are the same whatever the seed."""
+    """A manifest of `n_tokens` random tokens; the first `shared` are the same whatever the seed.
+
+    `checkpoints`: positions and sizes. Without `stages` there are no blocks of rows either.
+    """
     tokens = np.random.default_rng(seed).integers(0, 50_000, n_tokens).astype("<i4")
     tokens[:shared] = np.arange(shared)
     ends = prefix.cuts(n_tokens, frontier)
@@ -57,16 +70,18 @@ def conversation(
             sum(segment_file_bytes(shape, s.start, s.end, block_tokens) for shape in stages) for s in segments
         ),
         stages=stages,
-        block_tokens=block_tokens,
+        block_tokens=block_tokens if stages else 0,
         model_name="sample model",
         created_s=50.0,
         stamp_s=stamp_s,
+        checkpoints=tuple(CheckpointEntry(position, n_bytes) for position, n_bytes in checkpoints),
     )
 
 
-def payload(key: Key, stage: int, block: int, length: int) -> bytes:
-    """What the block of a segment holds: follows from its place alone."""
-    seed = key + bytes((stage, block))
+def payload(header: FileHeader, block: int, length: int) -> bytes:
+    """What the block of a file holds: follows from its place alone."""
+    stage = header.stage if isinstance(header, SegmentHeader) else 255
+    seed = header.key + bytes((stage, block))
     return blake3(seed).digest(length=length) if length else b""
 
 
@@ -79,26 +94,29 @@ def plans(manifest: Manifest, segment: Segment) -> list[SegmentHeader]:
     ]
 
 
-def payloads(header: SegmentHeader) -> tuple[memoryview, ...]:
-    """The payloads of a planned segment in aligned, padded memory whose padding is not clean."""
+def checkpoint_plans(manifest: Manifest) -> list[CheckpointHeader]:
+    """The planned headers of its checkpoints, in blocks of one page."""
+    pairs = zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True)
+    return [plan_checkpoint(key, entry.position, entry.n_bytes, block_bytes=PAGE) for entry, key in pairs]
+
+
+def payloads(header: FileHeader) -> tuple[memoryview, ...]:
+    """The payloads of a planned file in aligned, padded memory whose padding is not clean."""
     views = []
     for i, block in enumerate(header.blocks):
         view = aligned_buffer(pad_to_page(block.length))
         view[:] = b"\xaa" * len(view)
-        view[: block.length] = payload(header.key, header.stage, i, block.length)
+        view[: block.length] = payload(header, i, block.length)
         views.append(view)
     return tuple(views)
 
 
 def write_segments(level: Level, manifest: Manifest, without: Iterable[Key] = ()) -> list[PendingFile]:
-    """Write all segments of a conversation but some, under temporary names."""
+    """Write all segments and checkpoints of a conversation but some, under temporary names."""
     skipped = set(without)
-    return [
-        level.write_segment(header, payloads(header))
-        for segment in manifest.segments
-        if segment.key not in skipped
-        for header in plans(manifest, segment)
-    ]
+    segments = (header for segment in manifest.segments for header in plans(manifest, segment))
+    headers = (*segments, *checkpoint_plans(manifest))
+    return [level.write_segment(header, payloads(header)) for header in headers if header.key not in skipped]
 
 
 def put(level: Level, manifest: Manifest, without: Iterable[Key] = ()) -> int:
@@ -118,11 +136,20 @@ def verify(level: Level, manifest: Manifest) -> None:
         for planned in plans(manifest, segment):
             header = level.read_header(segment.key, planned.stage)
             assert header.same_geometry(planned)
-            for i, block in enumerate(header.blocks):
-                view = aligned_buffer(pad_to_page(block.length))
-                level.read_block(header, i, view)
-                assert view[: block.length] == payload(segment.key, planned.stage, i, block.length)
-                assert not any(view[block.length :])
+            verify_blocks(level, header)
+    for entry, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
+        checkpoint = level.read_checkpoint_header(key)
+        assert (checkpoint.position, checkpoint.n_bytes) == (entry.position, entry.n_bytes)
+        verify_blocks(level, checkpoint)
+
+
+def verify_blocks(level: Level, header: FileHeader) -> None:
+    """Read every block of a file; like `verify`."""
+    for i, block in enumerate(header.blocks):
+        view = aligned_buffer(pad_to_page(block.length))
+        level.read_block(header, i, view)
+        assert view[: block.length] == payload(header, i, block.length)
+        assert not any(view[block.length :])
 
 
 def serials(level: Level) -> list[int]:

@@ -288,7 +288,7 @@ def test_digests_that_are_there_are_not_computed_again(writer, receiver, monkeyp
     ready = receiver.read_header(planned.key, 0)
     assert ready.has_digests
     monkeypatch.setattr("strata.store.hashing.digest", lambda _: pytest.fail("hashed again"))
-    monkeypatch.setattr("strata.store.level.digest", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr("strata.store.content.digest", lambda _: pytest.fail("hashed again"))
     writer.write_segment(2, ready, payloads(planned)).result(WAIT_S)
     assert writer.flush(WAIT_S)
     assert writer.state == OK

@@ -102,10 +102,10 @@ def test_a_manifest_cut_short_or_continued_is_refused(data: st.DataObject) -> No
         assert refused.value.field == "length"
 
 
-def with_body(fields: dict[str, object]) -> bytes:
+def with_body(fields: dict[str, object], version: int = 2) -> bytes:
     """An encoded manifest with these body fields and a right checksum."""
     body = msgspec.msgpack.encode(fields)
-    return HEAD.pack(b"strata-m", 1, len(body), digest(body)) + body
+    return HEAD.pack(b"strata-m", version, len(body), digest(body)) + body
 
 
 def body_of(manifest: Manifest) -> dict[str, object]:
@@ -200,7 +200,7 @@ def test_changed_tokens_do_not_match_the_keys() -> None:
     ],
 )
 def test_a_huge_length_in_the_body_allocates_nothing(body: bytes) -> None:
-    encoded = HEAD.pack(b"strata-m", 1, len(body), digest(body)) + body
+    encoded = HEAD.pack(b"strata-m", 2, len(body), digest(body)) + body
     assert_refused_without_allocating(encoded)
 
 
@@ -219,7 +219,7 @@ def assert_refused_without_allocating(encoded: bytes) -> None:
 
 
 def test_a_newer_version_is_told_from_damage() -> None:
-    encoded = HEAD.pack(b"strata-m", 2, 3, bytes(16)) + b"xyz"
+    encoded = HEAD.pack(b"strata-m", 3, 3, bytes(16)) + b"xyz"
     with pytest.raises(DamagedFile, match="newer than this Strata") as refused:
         decode_manifest(encoded)
     assert refused.value.field == "version"

@@ -54,7 +54,7 @@ def test_all_blocks_of_a_conversation_at_once(reader) -> None:
         assert isinstance(loaded, Loaded)
         assert loaded.seconds >= 0
         length = header.blocks[i].length
-        assert view[:length] == payload(header.key, header.stage, i, length)
+        assert view[:length] == payload(header, i, length)
     statistics = reader.statistics()
     assert (statistics.headers, statistics.blocks, statistics.failures) == (len(headers), len(jobs), 0)
     assert statistics.bytes_read == sum(block.length for header in headers for block in header.blocks)

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
 from strata.cache.cascade import Archive, Cascade
+from strata.cache.checkpoints import CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
@@ -25,10 +26,12 @@ from strata.cache.placing import Placing
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
 from strata.cache.restoring import need_bytes
+from strata.cache.resuming import Resuming
 from strata.cache.spilling import Spiller
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
 from strata.engine.protocol import Engine
+from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.placement import Target
 from strata.store.arena import Arena
 from strata.store.level import Level
@@ -61,6 +64,7 @@ class CacheLimits:
     throttle_s: float = 0.0
     transient_bytes: int = TRANSIENT_BYTES
     ladder: bool = False
+    checkpoints: CheckpointLimits = field(default_factory=CheckpointLimits)
 
 
 class ConversationCache:
@@ -98,7 +102,8 @@ class ConversationCache:
             reserve_bytes=min(RESTORE_RESERVE_BYTES, transient // 2),
             head_room=engine.info.head_room,
         )
-        self.ram = RamLevel(self._pool, limits.ram, clock=clock) if limits.ram is not None else None
+        in_ram = limits.ram if engine.info.cuttable else None
+        self.ram = RamLevel(self._pool, in_ram, clock=clock) if in_ram is not None else None
         self._admission = Admission(
             memory=memory,
             floors=limits.floors,
@@ -107,23 +112,12 @@ class ConversationCache:
             counters=self.counters,
         )
         self.ladder = self._make_ladder(clock)
+        self.taker = self._make_taker()
+        """Takes checkpoints; None for memory that can be cut."""
         self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
         self.live = self.kept.live
         self.spiller = self._make_spiller(clock)
-        desk = Desk(
-            engine=engine,
-            pool=self._pool,
-            admission=self._admission,
-            counters=self.counters,
-            story=self.story,
-            clock=clock,
-            ram=self.ram,
-            disk=self.write_level,
-            kept=self.kept,
-            spiller=self.spiller if not limits.spill_on_evict else None,
-            mirror=not limits.spill_on_evict,
-        )
-        self._placing = Placing(desk, self.spiller)
+        self._placing = Placing(self._make_desk(clock), self.spiller)
         self._connect()
 
     def _connect(self) -> None:
@@ -136,8 +130,20 @@ class ConversationCache:
         if self.write_level is not None:
             self.write_level.on_recorded = self._became_durable
 
+    def _make_taker(self) -> CheckpointTaker | None:
+        if self._engine.info.cuttable or self.write_level is None:
+            return None
+        return CheckpointTaker(
+            engine=self._engine,
+            pool=self._pool,
+            disk=self.write_level,
+            counters=self.counters,
+            limits=self._limits.checkpoints,
+        )
+
     def _make_ladder(self, clock: Callable[[], float]) -> Ladder:
-        return Ladder(
+        make = Ladder if self._engine.info.cuttable else Resuming
+        return make(
             engine=self._engine,
             ram=self.ram,
             disks=self.disks,
@@ -147,6 +153,23 @@ class ConversationCache:
             story=self.story,
             clock=clock,
             climbs=self._limits.ladder,
+        )
+
+    def _make_desk(self, clock: Callable[[], float]) -> Desk:
+        limits = self._limits
+        return Desk(
+            engine=self._engine,
+            pool=self._pool,
+            admission=self._admission,
+            counters=self.counters,
+            story=self.story,
+            clock=clock,
+            ram=self.ram,
+            disk=self.write_level,
+            kept=self.kept,
+            spiller=self.spiller if not limits.spill_on_evict else None,
+            mirror=not limits.spill_on_evict,
+            taker=self.taker,
         )
 
     def _make_spiller(self, clock: Callable[[], float]) -> Spiller | None:
@@ -196,7 +219,9 @@ class ConversationCache:
     def _found(self, root: Key, tokens: Tokens, disk: DiskLevel | None) -> Found:
         level = disk if disk is not None else self.ram
         assert level is not None, "asked for a level that is on"
-        return Found(root=root, tokens=tokens, match=level.index.lookup(root, tokens), disk=disk)
+        index = level.index
+        match = index.lookup(root, tokens) if self._engine.info.cuttable else index.resume_point(root, tokens)
+        return Found(root=root, tokens=tokens, match=match, disk=disk)
 
     def _is_taken(self, found: Found, held: int | None) -> bool:
         """Whether a hit is restored: it pays, and memory admits it."""
@@ -204,7 +229,7 @@ class ConversationCache:
             return False
         if found.disk is None:
             return True
-        return self._admission.read("conversation", need_bytes(self._engine, found.match.path)).admitted
+        return self._admission.read("conversation", need_bytes(self._engine, found.match)).admitted
 
     def _is_hit(self, found: Found, tokens: Tokens, beyond: int) -> bool:
         long_enough = found.upto >= max(1, beyond, self._limits.n_min)
@@ -215,6 +240,18 @@ class ConversationCache:
     async def restore(self, slot: int, found: Found, keep: int) -> Restored:
         """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as the ladder reaches."""
         return await self.ladder.restore(slot, found, keep)
+
+    def resume_point(self, root: Key, tokens: Tokens) -> int:
+        """Where a slot that holds all of `tokens` but the last can be brought back to (memory that cannot be cut)."""
+        return max((disk.index.resume_point(root, tokens).upto for disk in self.disks), default=0)
+
+    async def go_back(self, slot: int, root: Key, tokens: Tokens) -> int:
+        """Bring a slot that holds all of `tokens` but the last to their deepest checkpoint; what it holds then."""
+        found = max((self._found(root, tokens, disk) for disk in self.disks), key=lambda f: f.upto, default=None)
+        if found is None or not found.upto or not isinstance(self.ladder, Resuming):
+            await self._engine.trim(slot, 0)
+            return 0
+        return (await self.ladder.go_back(slot, found, rows=len(tokens) - 1)).held
 
     # --------------------------------------------------------------------------------------------------------- park
 

@@ -154,7 +154,7 @@ class Cascade:
             log.warning("%s -> archive: a conversation stays: %s", giver.name, moved.reason)
             return
         giver.counters.archived += moved.arrived
-        giver.count_leaving(1, why)
+        giver.counters.leave(1, why)
         where = "it is in the archive" if moved.arrived else f"nothing of it can be read: {moved.reason}"
         self._tell(giver, serial, "delete", f"from {giver.name}: {_WHY[why]}; {where}")
         giver.drop([serial])
@@ -173,7 +173,7 @@ class Cascade:
     async def _move(self, giver: DiskLevel, receiver: DiskLevel, serial: int, *, may_link_shared: bool) -> _Moved:
         """Bring an entry of `giver` into `receiver`; the giver's stays for now."""
         entry = giver.index.conversation(serial)
-        giver.index.lease(entry.keys)
+        giver.index.lease(entry.objects)
         try:
             manifest = await self._manifest(giver, serial)
             if isinstance(manifest, _Moved):
@@ -196,7 +196,7 @@ class Cascade:
                 arrived=bool(outcome.durable), reason=outcome.reason, unreadable=unreadable, serial=outcome.serial
             )
         finally:
-            giver.index.release(entry.keys)
+            giver.index.release(entry.objects)
 
     async def _manifest(self, giver: DiskLevel, serial: int) -> Manifest | _Moved:
         found = await asyncio.wrap_future(giver.reader.manifest(serial))
@@ -230,7 +230,29 @@ class Cascade:
                 giver.set_aside(key, [stage] if isinstance(failed.giver, Damaged) else [])
                 return i, failed.reason, True
             put.unwritten.pop(key, None)
-        return wanted, "", False
+        return await self._adopt_checkpoints(giver, receiver, put, wanted, may_link_shared)
+
+    async def _adopt_checkpoints(
+        self, giver: DiskLevel, receiver: DiskLevel, put: Put, wanted: int, may_link_shared: bool
+    ) -> tuple[int, str, bool]:
+        """The rest of `_adopt`: one that the giver cannot read costs itself alone, but with the last one goes all."""
+        reason, keys = "", put.manifest.first(wanted).checkpoint_keys
+        for key in keys:
+            if key not in put.missing:
+                continue
+            may_link = may_link_shared or giver.index.names_alone(key)
+            job = receiver.writer.adopt_checkpoint(put.ticket, giver.level, key, may_link=may_link)
+            failed = await asyncio.wrap_future(job)
+            if not isinstance(failed, Failed):
+                put.unwritten.pop(key, None)
+            elif failed.giver is None or not isinstance(failed.giver, Damaged | Missing):
+                return 0, failed.reason, False
+            else:
+                giver.set_aside_checkpoint(key, damaged=isinstance(failed.giver, Damaged))
+                reason = failed.reason
+        if put.manifest.checkpoints and all(key in put.unwritten for key in keys):
+            return 0, reason or "no checkpoint of it is left", True
+        return wanted, reason, False
 
     def _tell(self, level: DiskLevel, serial: int, verb: str, detail: str) -> None:
         if level.index.has_conversation(serial):
@@ -248,7 +270,7 @@ _WHY = {
 
 def _refusal(receiver: DiskLevel, manifest: Manifest) -> str:
     """Why a receiver cannot take an entry; empty when it can."""
-    missing = (n for key, n in zip(manifest.keys, manifest.file_bytes, strict=True) if not receiver.index.holds(key))
+    missing = (n for key, n in manifest.objects.items() if not receiver.index.holds(key))
     n_bytes = sum(missing)
     if not receiver.usable:
         return f"{receiver.name} is {receiver.state}"

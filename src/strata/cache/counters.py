@@ -17,7 +17,8 @@ class CacheCounters:
     in exactly one of `parked_*`, `skipped`, `provisional`, `provisional_dropped`, `deferred` and `discards`. Of what
     the spiller took up, `spill_skipped` were durable already. `not_worth_it`: hits that were read again because that is
     cheaper (they count as misses). `restore_failures`: restores of which some rung failed; `restore_unproved`: those
-    after which the engine did not hold what it should. `ladder_failed`, `ladder_used`: rungs that failed, and those
+    after which the engine did not hold what it should. `checkpoints_given_up`: positions that cannot be resumed later,
+    for want of memory or of a spare in the engine. `ladder_failed`, `ladder_used`: rungs that failed, and those
     that the slot ended up with instead. `ladder_tokens_saved`: tokens not read again although something failed.
     """
 
@@ -51,6 +52,8 @@ class CacheCounters:
     refused: int = 0
     park_cut_short: int = 0
     captured_bytes: int = 0
+    checkpoints_taken: int = 0
+    checkpoints_given_up: int = 0
     capture_s: float = 0.0
     spilled: int = 0
     spill_failed: int = 0
@@ -92,6 +95,13 @@ class LevelCounters:
     quarantined_dropped: int = 0
     unreadable: int = 0
     vanished: int = 0
+
+    def leave(self, n: int, why: str) -> None:
+        """Entries left the level for good; `why` is one of put.Leaving."""
+        self.superseded += n * (why == "superseded")
+        self.compacted += n * (why == "compacted")
+        self.disk_evictions += n * (why == "budget")
+        self.age_evictions += n * (why == "age")
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import msgspec
 
+from strata.cache.coming import Coming
 from strata.cache.counters import LevelCounters
 from strata.cache.entries import Conversation
 from strata.cache.loading import conversation_of, load
@@ -26,7 +27,7 @@ from strata.store.format import Manifest
 from strata.store.level import Level
 from strata.store.reader import Reader
 from strata.store.writer import OK, Committed, Writer
-from strata.types import MIB, Key
+from strata.types import Key
 
 log = logging.getLogger("strata.cache")
 
@@ -59,9 +60,7 @@ class DiskLevel:
         self.reader = Reader(level)
         self._tickets = 0
         self._puts: set[Put] = set()
-        # Segments that a put is writing: its ticket, and whether they became durable.
-        self._coming: dict[Key, tuple[int, asyncio.Future[bool]]] = {}
-        # Stages of segments whose files have a wrong size.
+        self._coming = Coming(self.index)
         self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
         self._dropping_bytes = 0
         self._dropping: set[str] = set()  # quarantined files that are being removed
@@ -77,6 +76,10 @@ class DiskLevel:
     @property
     def puts_under_way(self) -> int:
         return len(self._puts)
+
+    @property
+    def manifests_under_way(self) -> tuple[Manifest, ...]:
+        return tuple(put.manifest for put in self._puts)
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
@@ -107,15 +110,15 @@ class DiskLevel:
     # --------------------------------------------------------------------------------------------------------- writing
 
     def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0) -> Put:
-        """Announce a write: its segments are leased, and room is made. `finish_put` must follow.
+        """Announce a write: what it names is leased, and room is made. `finish_put` must follow.
 
-        `born`: see Conversation.
+        `Put.missing`: keys of segments and checkpoints alike, but for what has no file. `born`: see Conversation.
         """
-        keys = manifest.keys
-        missing = frozenset(key for key in keys if not self.index.holds(key) and key not in self._coming)
-        sizes = zip(keys, manifest.file_bytes, strict=True)
-        unwritten = {key: n_bytes for key, n_bytes in sizes if key in missing}
-        too_large = sum(manifest.file_bytes) > self.limits.budget_bytes and not self.limits.rejects
+        sizes = manifest.objects
+        absent = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
+        missing = frozenset(key for key in absent if not self.index.holds(key))
+        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
+        too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
         put = Put(
             manifest=manifest,
             ticket=self._next_ticket(),
@@ -126,9 +129,9 @@ class DiskLevel:
             guest_bytes=sum(unwritten.values()) if too_large else 0,
         )
         self.counters.oversized += too_large
-        self.index.lease(keys)
+        self.index.lease(tuple(sizes))
         for key in missing:
-            self._coming[key] = put.ticket, asyncio.get_running_loop().create_future()
+            self._coming.begin(key, put.ticket)
             for stage in self._unusable.pop(key, ()):
                 self.writer.quarantine(key, stage)
         self.make_room(0 if too_large else put.unwritten_bytes)
@@ -142,48 +145,40 @@ class DiskLevel:
         return self._tickets
 
     async def finish_put(self, put: Put, reached: int, stop_reason: str) -> PutOutcome:
-        """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`."""
+        """Commit the first `reached` segments, which are written or here already; none of them when `put.whole`.
+
+        With them go the checkpoints up to their end that are here or written, which `Put.unwritten` says. An entry that
+        had checkpoints and has none left is not worth keeping.
+        """
         outcome = PutOutcome(durable=frozenset(), tokens=0, reason=stop_reason)
         try:
-            named = await self._arrived(put, reached)
+            named = await self._coming.arrived(put, reached)
             reason = stop_reason if named == reached else "a segment it shares with another write was lost"
-            outcome = await self._commit(put, named, reason)
-            written = zip(put.manifest.keys[:reached], range(reached), strict=True)
-            self._drop_unnamed(key for key, i in written if i >= named and key in put.missing)
+            lost = await self._coming.lost_checkpoints(put)
+            outcome = await self._commit(put, named, reason, lost)
+            written = (*put.manifest.keys[named:reached], *put.manifest.checkpoint_keys)
+            self._drop_unnamed(key for key in written if key in put.missing and key not in outcome.durable)
         finally:
             self._puts.discard(put)
             for key in put.missing:
-                self._coming.pop(key)[1].set_result(key in outcome.durable)
-            self.release(put.manifest.keys)
+                self._coming.end(key, durable=key in outcome.durable)
+            self.release(tuple(put.manifest.objects))
             self.make_room(0)
         return outcome
 
-    async def _arrived(self, put: Put, reached: int) -> int:
-        """How many of the segments can be named: those that other puts write must have become durable.
-
-        Waits for puts that began earlier only: a segment that was lost meanwhile may be coming again from a later one,
-        which may be waiting for this one.
-        """
-        for i, key in enumerate(put.manifest.keys[:reached]):
-            if key in put.missing:
-                continue
-            ticket, coming = self._coming.get(key, (put.ticket, None))
-            if coming is not None and ticket < put.ticket:
-                await asyncio.shield(coming)
-            if not self.index.holds(key):
-                return i
-        return reached
-
-    async def _commit(self, put: Put, named: int, reason: str) -> PutOutcome:
-        """Make the manifest of the first `named` segments durable."""
-        whole = named == len(put.manifest.keys)
-        if named == 0 or (put.whole and not whole):
+    async def _commit(self, put: Put, named: int, reason: str, lost: Collection[int]) -> PutOutcome:
+        """Make the manifest of the first `named` segments durable, without the checkpoints at the positions `lost`."""
+        whole = named == len(put.manifest.keys) and not lost
+        part = put.manifest.first(named).without_checkpoints(lost) if named else put.manifest
+        reason = reason or (f"{len(lost)} of its checkpoints were lost" if lost else "")
+        empty = named == 0 or (put.manifest.checkpoints and not part.checkpoints)
+        if empty or (put.whole and not whole):
             await asyncio.wrap_future(self.writer.abandon(put.ticket))
             self.note_disk()
             return PutOutcome(durable=frozenset(), tokens=0, reason=reason)
         now = self._clock()
         changes = {"serial": self.level.next_serial(), "stamp_s": now, "created_s": put.manifest.created_s or now}
-        manifest = msgspec.structs.replace(put.manifest.first(named), **changes)
+        manifest = msgspec.structs.replace(part, **changes)
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
@@ -193,13 +188,14 @@ class DiskLevel:
             return PutOutcome(durable=frozenset(), tokens=0, reason=committed.reason)
         entry = conversation_of(manifest, committed.manifest_bytes, born=put.born)
         self._record(manifest, entry, cut_short=not whole)
-        reason, keys = "" if whole else reason, frozenset(manifest.keys)
+        reason, keys = "" if whole else reason, frozenset(manifest.objects)
         return PutOutcome(durable=keys, tokens=manifest.n_tokens, reason=reason, serial=manifest.serial)
 
     def release(self, keys: Sequence[Key]) -> None:
         """End a lease; what nothing names any more goes."""
         self.index.release(keys)
-        unused = (key for key in keys if self.index.bytes_of(key) and not self.index.is_leased([key]))
+        stored = (key for key in keys if self.index.bytes_of(key) or self.index.holds(key))
+        unused = (key for key in stored if not self.index.is_leased([key]))
         self._drop_unnamed(key for key in unused if key not in self._coming)
 
     def note_disk(self) -> None:
@@ -211,6 +207,9 @@ class DiskLevel:
         ids = manifest.token_ids
         for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
             self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
+        for checkpoint, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
+            place = manifest.place_of(checkpoint.position)
+            self.index.add_checkpoint(key, checkpoint.file_bytes, n_bytes=checkpoint.n_bytes, place=place)
         longest = manifest.n_tokens if cut_short else None
         if not self.limits.is_archive:
             self.supersede(entry, longest=longest)
@@ -262,19 +261,18 @@ class DiskLevel:
         self._drop((), plan.loose)
         self.let_go(plan.serials, "budget")
         if plan.short_bytes and need_bytes:
-            mib = plan.short_bytes // MIB + 1
-            log.warning("%s: %d MiB over its budget: what is left is in use or cannot leave", self.name, mib)
+            log.warning("%s: over its budget by %d bytes, in use or unable to leave", self.name, plan.short_bytes)
 
     def _drop_quarantined(self, n_bytes: int) -> None:
         """What was set aside goes before any sound conversation; counted and logged."""
-        if not (gone := first_to_go(self.level.quarantined(), self._dropping, n_bytes)):
-            return
-        self._dropping.update(gone)
-        self._dropping_bytes += sum(gone.values())
+        gone = first_to_go(self.level.quarantined(), self._dropping, n_bytes)
         self.counters.quarantined_dropped += len(gone)
-        log.warning("%s: %d damaged files, set aside before, make room", self.name, len(gone))
-        removal = self.writer.remove_files(tuple(gone))
-        asyncio.wrap_future(removal).add_done_callback(partial(self._dropped, sum(gone.values())))
+        if gone:
+            self._dropping.update(gone)
+            self._dropping_bytes += sum(gone.values())
+            log.warning("%s: %d damaged files, set aside before, make room", self.name, len(gone))
+            removal = self.writer.remove_files(tuple(gone))
+            asyncio.wrap_future(removal).add_done_callback(partial(self._dropped, sum(gone.values())))
 
     @property
     def is_over_budget(self) -> bool:
@@ -298,7 +296,7 @@ class DiskLevel:
             return
         oldest_s = self._clock() - self.limits.max_age_s
         old = [c for c in self.index.conversations() if c.stamp_s < oldest_s and c.serial not in self.moving]
-        self.let_go([c.serial for c in old if not self.index.is_leased(c.keys)], "age")
+        self.let_go([c.serial for c in old if not self.index.is_leased(c.objects)], "age")
 
     def let_go(self, serials: Iterable[int], why: Leaving) -> None:
         """Hand entries that must leave to whoever takes them; those that move already go when they have."""
@@ -322,15 +320,8 @@ class DiskLevel:
 
     def remove_now(self, serials: Sequence[int], why: Leaving) -> None:
         """Delete entries at once, counted by reason."""
-        self.count_leaving(len(serials), why)
+        self.counters.leave(len(serials), why)
         self._drop(serials, None)
-
-    def count_leaving(self, n: int, why: Leaving) -> None:
-        counts = self.counters
-        counts.superseded += n * (why == "superseded")
-        counts.compacted += n * (why == "compacted")
-        counts.disk_evictions += n * (why == "budget")
-        counts.age_evictions += n * (why == "age")
 
     def begin_leaving(self, serial: int) -> None:
         """An entry is on its way to somewhere else."""
@@ -373,6 +364,15 @@ class DiskLevel:
         rest_bytes = self.level.segment_bytes(key)
         if rest_bytes and not self.index.bytes_of(key) and key not in self._coming:
             self.index.note_bytes(key, rest_bytes)
+
+    def set_aside_checkpoint(self, key: Key, *, damaged: bool) -> None:
+        """`set_aside` for a checkpoint."""
+        if not damaged:
+            self.set_aside(key)
+            return
+        self.index.remove_segments([key])
+        self.counters.quarantined += 1
+        self.writer.quarantine_checkpoint(key)
 
     def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
         """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""

@@ -45,6 +45,13 @@ class Conversation:
     manifest_bytes: int
     stamp_s: float
     born: int = 0
+    checkpoints: tuple[tuple[int, Key], ...] = ()
+    """Position and key, ascending; those that can be used: `LevelIndex.usable_checkpoints`."""
+
+    @property
+    def objects(self) -> tuple[Key, ...]:
+        """All that it keeps on the level: segments, then checkpoints."""
+        return (*self.keys, *(key for _, key in self.checkpoints))
 
     def is_continued_by(self, tokens: Tokens) -> bool:
         """Whether `tokens` contain all of it up to its frontier, which is what a client sends back unchanged."""
@@ -59,11 +66,24 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCheckpoint:
+    """A durable checkpoint of the level. `n_bytes`: of its payload."""
+
+    key: Key
+    position: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto)."""
+    """The longest prefix of a prompt that the level holds: apply `path` in order, use positions [0, upto).
+
+    `checkpoint`: of memory that cannot be cut, the one at `upto`, to be applied last.
+    """
 
     path: tuple[HeldSegment, ...]
     upto: int
+    checkpoint: HeldCheckpoint | None = None
 
 
 NO_MATCH = Match(path=(), upto=0)

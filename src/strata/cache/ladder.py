@@ -71,7 +71,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class Plan:
     """What one rung is to do: positions [0, upto) out of these segments."""
 
     rung: Rung
@@ -80,7 +80,7 @@ class _Plan:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Climb:
+class Climb:
     """One restore under way. `before`: positions the slot held when it began (0 if the engine lost them meanwhile);
     `held`: those that it holds now, all verified.
     """
@@ -134,6 +134,9 @@ class Ladder:
         """Whether to restore `found` into a slot that holds [0, held). If reading is cheaper: counted and told."""
         plan = self._plan_of(found)
         bytes_by_level = self._bytes(plan, held)
+        if found.disk is not None and found.match.checkpoint is not None:
+            name, n_bytes = found.disk.name, found.match.checkpoint.n_bytes
+            bytes_by_level[name] = bytes_by_level.get(name, 0) + n_bytes
         verdict = self.costs.verdict(plan.upto - held, bytes_by_level)
         if not verdict.pays:
             self._counters.not_worth_it += 1
@@ -141,7 +144,7 @@ class Ladder:
             self._tell(found, "restore", f"not worth it, read again: {verdict.text()}")
         return verdict.pays
 
-    def _bytes(self, plan: _Plan, held: int) -> dict[str, int]:
+    def _bytes(self, plan: Plan, held: int) -> dict[str, int]:
         return planned_bytes(self._engine, plan.path, held, plan.upto)
 
     # --------------------------------------------------------------------------------------------------------- restore
@@ -152,10 +155,10 @@ class Ladder:
         Raises EngineGone when the engine ends meanwhile; everything else is in the outcome.
         """
         began = time.perf_counter()
-        climb = _Climb(slot=slot, found=found, before=keep, held=keep)
+        climb = Climb(slot=slot, found=found, before=keep, held=keep)
         if found.disk is not None:
             found.disk.counters.hits += 1
-        plan: _Plan | None = self._plan_of(found)
+        plan: Plan | None = self._plan_of(found)
         while plan is not None:
             plan = await self._rung(climb, plan)
         restored = Restored(
@@ -169,7 +172,7 @@ class Ladder:
         self._count(climb, restored)
         return restored
 
-    async def _rung(self, climb: _Climb, plan: _Plan) -> _Plan | None:
+    async def _rung(self, climb: Climb, plan: Plan) -> Plan | None:
         """One rung; the next one when it failed and there is a better one."""
         at = climb.held
         with self._leased(climb.found, plan):
@@ -195,7 +198,7 @@ class Ladder:
             climb.used.append(step.rung)
         return None
 
-    async def _apply(self, climb: _Climb, plan: _Plan) -> Applied:
+    async def _apply(self, climb: Climb, plan: Plan) -> Applied:
         """The seam where whatever goes wrong in a rung ends that rung, and not the request."""
         restoring = Restoring(engine=self._engine, ram=self._ram, blocks=self._pool, slot=climb.slot)
         try:
@@ -206,7 +209,7 @@ class Ladder:
             log.exception("a restore broke; what the slot held before is kept, the rest is read")
             return Applied(held=climb.before, bytes_by_level={})
 
-    async def _cut_back(self, climb: _Climb, n: int) -> None:
+    async def _cut_back(self, climb: Climb, n: int) -> None:
         """Make the slot hold exactly [0, n), as the engine must confirm; else what it held before, else nothing."""
         done = await self._engine.trim(climb.slot, n)
         if not done.ok or done.held != n:
@@ -223,16 +226,19 @@ class Ladder:
 
     # ----------------------------------------------------------------------------------------------------- failures
 
-    def _fail(self, climb: _Climb, plan: _Plan, bad: BadSegment | None) -> None:
+    def _fail(self, climb: Climb, plan: Plan, bad: BadSegment | None) -> None:
         """A rung failed: set aside what is at fault; count, log and tell it."""
         reason = "the engine did not confirm it" if bad is None else bad.text()
-        self._counters.ladder_failed[plan.rung.label] += 1
-        text = f"rung {plan.rung.value} ({plan.rung.label}) failed: {reason}"
-        climb.failed.append(text)
+        self._note_failure(climb, plan.rung, reason)
         climb.bad += [] if bad is None else [bad]
-        log.warning("%s", text)
         if bad is not None and self._set_aside(bad):
             self._tell(climb.found, "quarantine", bad.text())
+
+    def _note_failure(self, climb: Climb, rung: Rung, reason: str) -> None:
+        self._counters.ladder_failed[rung.label] += 1
+        text = f"rung {rung.value} ({rung.label}) failed: {reason}"
+        climb.failed.append(text)
+        log.warning("%s", text)
 
     def _set_aside(self, bad: BadSegment) -> bool:
         """Never serve it again from this level; whether it was damaged. Not what is another segment by now."""
@@ -248,7 +254,7 @@ class Ladder:
             self._counters.ram_quarantined += is_damaged
         return is_damaged
 
-    def _count(self, climb: _Climb, restored: Restored) -> None:
+    def _count(self, climb: Climb, restored: Restored) -> None:
         counts, gained = self._counters, max(0, restored.held - climb.before)
         counts.restores += gained > 0
         counts.restored_tokens += gained
@@ -273,7 +279,7 @@ class Ladder:
 
     # ------------------------------------------------------------------------------------------------------- offers
 
-    def _offers(self, climb: _Climb, failed: _Plan, bad: BadSegment) -> list[_Plan]:
+    def _offers(self, climb: Climb, failed: Plan, bad: BadSegment) -> list[Plan]:
         """What the levels can bring the slot to now: rungs 1, 3 and 4."""
         found, key = climb.found, bad.planned.held.key
         plans = [self._gathered(Rung.OTHER_LEVEL, [p.held for p in failed.path], failed.upto, self._disks)]
@@ -290,7 +296,7 @@ class Ladder:
             plans.append(self._gathered(Rung.SYSTEM_PROMPT, match.path, match.upto, (*self._disks, level)))
         return plans
 
-    def _offer(self, climb: _Climb, plan: _Plan) -> Offer:
+    def _offer(self, climb: Climb, plan: Plan) -> Offer:
         """A plan as the rule sees it."""
         gain = plan.upto - climb.held
         pays = gain > 0 and self.costs.verdict(gain, self._bytes(plan, climb.held)).pays
@@ -298,15 +304,15 @@ class Ladder:
             pays = self._admission.read("conversation", self._need_bytes(plan), counted=False).admitted
         return Offer(rung=plan.rung, upto=plan.upto, pays=pays)
 
-    def _need_bytes(self, plan: _Plan) -> int:
-        return need_bytes(self._engine, [planned.held for planned in plan.path])
+    def _need_bytes(self, plan: Plan) -> int:
+        return need_bytes(self._engine, Match(path=tuple(planned.held for planned in plan.path), upto=plan.upto))
 
-    def _plan_of(self, found: Found) -> _Plan:
+    def _plan_of(self, found: Found) -> Plan:
         """The whole entry: from RAM what RAM has, the rest from the level that has it all."""
         disks = () if found.disk is None else (found.disk,)
         return self._gathered(Rung.WHOLE, found.match.path, found.upto, disks)
 
-    def _gathered(self, rung: Rung, path: Sequence[HeldSegment], upto: int, disks: Sequence[DiskLevel]) -> _Plan:
+    def _gathered(self, rung: Rung, path: Sequence[HeldSegment], upto: int, disks: Sequence[DiskLevel]) -> Plan:
         """Each segment from the fastest level that has it; up to the first that none has."""
         plan: list[Planned] = []
         for wanted in path:
@@ -316,16 +322,16 @@ class Ladder:
                 disk = next((disk for disk in disks if disk.index.holds(wanted.key)), None)
                 held = None if disk is None else disk.index.held(wanted.key)
             if held is None:
-                return _Plan(rung=rung, path=tuple(plan), upto=plan[-1].held.segment.end if plan else 0)
+                return Plan(rung=rung, path=tuple(plan), upto=plan[-1].held.segment.end if plan else 0)
             plan.append(Planned(held=held, disk=disk))
-        return _Plan(rung=rung, path=tuple(plan), upto=upto)
+        return Plan(rung=rung, path=tuple(plan), upto=upto)
 
     # ------------------------------------------------------------------------------------------------------- leases
 
     @contextmanager
-    def _leased(self, found: Found, plan: _Plan) -> Iterator[None]:
-        """Nothing of the plan leaves its level meanwhile."""
-        keys = [planned.held.key for planned in plan.path]
+    def _leased(self, found: Found, plan: Plan, *more: Key) -> Iterator[None]:
+        """Nothing of the plan, nor what `more` names, leaves its level meanwhile."""
+        keys = [*(planned.held.key for planned in plan.path), *more]
         disks = {id(planned.disk): planned.disk for planned in plan.path if planned.disk is not None}
         levels = [level for level in (self._ram, *disks.values()) if level is not None]
         for level in levels:

@@ -7,10 +7,13 @@ import logging
 from strata.cache.entries import Conversation
 from strata.cache.state import LevelIndex
 from strata.store.format import Manifest
-from strata.store.scan import Scan
+from strata.store.scan import Scan, SegmentFiles
 from strata.types import Key
 
 log = logging.getLogger("strata.cache")
+
+NO_FILES = SegmentFiles(sizes=(), allocated_bytes=0)
+"""Those of a segment without stages."""
 
 
 def load(index: LevelIndex, scan: Scan, identity: bytes, *, name: str, is_archive: bool) -> dict[Key, list[int]]:
@@ -22,6 +25,10 @@ def load(index: LevelIndex, scan: Scan, identity: bytes, *, name: str, is_archiv
     unusable: dict[Key, list[int]] = {}
     for key, files in scan.segments.items():
         index.note_bytes(key, files.allocated_bytes)
+    for key, file in scan.checkpoints.items():
+        index.note_bytes(key, file.allocated_bytes)
+    for lost in scan.lost_checkpoints if not is_archive else ():
+        log.warning("%s: manifest %d: its checkpoint at %d %s", name, lost.serial, lost.position, lost.reason)
     for stored in scan.manifests:
         unusable |= _load_manifest(index, scan, stored.manifest, stored.allocated_bytes)
     for stale in scan.stale:
@@ -42,13 +49,18 @@ def _load_manifest(index: LevelIndex, scan: Scan, manifest: Manifest, allocated_
     ids, n_stages = manifest.token_ids, len(manifest.stages)
     unusable: dict[Key, list[int]] = {}
     for segment, expected in zip(manifest.segments, manifest.file_bytes, strict=True):
-        files = scan.segments.get(segment.key)
+        files = scan.segments.get(segment.key) if n_stages else NO_FILES
         if files is None:
             continue
         if len(files.sizes) != n_stages or sum(size for _, size in files.sizes) != expected:
             unusable[segment.key] = [stage for stage, _ in files.sizes]
             continue
         index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes)
+    for entry, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
+        file = scan.checkpoints.get(key)
+        if file is not None and file.size == entry.file_bytes:
+            place = manifest.place_of(entry.position)
+            index.add_checkpoint(key, file.allocated_bytes, n_bytes=entry.n_bytes, place=place)
     index.add_conversation(conversation_of(manifest, allocated_bytes))
     return unusable
 
@@ -64,5 +76,6 @@ def conversation_of(manifest: Manifest, manifest_bytes: int, *, born: int = 0) -
         keys=manifest.keys,
         manifest_bytes=manifest_bytes,
         stamp_s=manifest.stamp_s,
+        checkpoints=tuple(zip((c.position for c in manifest.checkpoints), manifest.checkpoint_keys, strict=True)),
         born=born,
     )

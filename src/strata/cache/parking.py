@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from strata.cache.admission import Admission
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import Capturing, Lengths, payload_lengths, rows, segment_lengths
+from strata.cache.checkpoints import Captured, CheckpointTaker, ParkCheckpoints
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.kept import Kept
@@ -33,6 +34,7 @@ from strata.rules.placement import (
     skip_line,
     transient_line,
 )
+from strata.store.format import CheckpointEntry
 from strata.types import Key, Segment, Tokens
 
 log = logging.getLogger("strata.cache")
@@ -43,7 +45,8 @@ class ParkJob:
     """The state to keep: `slot` holds exactly `tokens`. `frontier`: the last turn opener of the prompt, or None.
 
     `provisional`: of a cancelled request, to which nothing is owed. `leaving`: the slot is about to hold something
-    else, so a state that is kept nowhere now is lost.
+    else, so a state that is kept nowhere now is lost. `checkpoints`: captured during its turn, for the park to write or
+    to give back.
     """
 
     slot: int
@@ -53,11 +56,15 @@ class ParkJob:
     conversation: bytes
     provisional: bool = False
     leaving: bool = False
+    checkpoints: tuple[Captured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desk:
-    """What parks work with. `ram` and `disk` (the write level): None when off. `mirror`: write RAM parks at once."""
+    """What parks work with. `ram` and `disk` (the write level): None when off. `mirror`: write RAM parks at once.
+
+    `taker`: None for memory that can be cut, which needs no checkpoints.
+    """
 
     engine: Engine
     pool: BlockPool
@@ -70,6 +77,7 @@ class Desk:
     kept: Kept
     spiller: Spiller | None
     mirror: bool
+    taker: CheckpointTaker | None = None
 
     def tell(self, job: ParkJob, verb: str, detail: str) -> None:
         self.story.tell(self.clock(), job.conversation, verb, detail)
@@ -93,12 +101,13 @@ class Parking:
         self._captured = asyncio.Event()
         self._promised_bytes = self._promised = 0
         self._writing: PutWriter | None = None
+        self._checkpoints = ParkCheckpoints(desk.taker, job.checkpoints) if desk.taker is not None else None
         self.wanted = False
         if desk.ram is not None:
             desk.ram.lease(self._keys)
         if placed.destination is Destination.RAM:
             self._promise(placed.need_bytes, 1)
-        else:
+        elif self._checkpoints is None:
             self._begin_put()
 
     def __repr__(self) -> str:
@@ -127,10 +136,14 @@ class Parking:
                     self.give_up(self._capturing.stop_reason)
                     return False
                 self._begin_put()
+            if self._checkpoints is not None and not await self._begin_with(self._checkpoints):
+                return False
             return await self._onto_disk()
         finally:
             self._captured.set()
             self._promise(-self._promised_bytes, -self._promised)
+            if self._checkpoints is not None:
+                self._checkpoints.give_back()
             if self._desk.ram is not None:
                 self._desk.ram.release(self._keys)
 
@@ -199,7 +212,7 @@ class Parking:
 
     # ------------------------------------------------------------------------------------------------------------ disk
 
-    def _begin_put(self) -> None:
+    def _begin_put(self, checkpoints: tuple[CheckpointEntry, ...] = ()) -> None:
         desk, job = self._desk, self.job
         assert desk.disk is not None, "placed on disk without a disk level"
         manifest = manifest_of(
@@ -208,9 +221,20 @@ class Parking:
             frontier=job.frontier,
             conversation=job.conversation,
             segments=self._segments,
+            checkpoints=checkpoints,
         )
         put = desk.disk.begin_put(manifest, whole=False, born=self._born)
         self._writing = PutWriter(put, disk=desk.disk, engine=desk.engine, pool=desk.pool)
+
+    async def _begin_with(self, checkpoints: ParkCheckpoints) -> bool:
+        """Begin the put once its last checkpoint is there; False when it has none and cannot be resumed anywhere."""
+        await checkpoints.complete(self.job.slot, len(self.job.tokens))
+        entries = checkpoints.entries(self.job.root, self.job.tokens)
+        if not entries:
+            self.give_up("no checkpoint of it could be taken")
+            return False
+        self._begin_put(entries)
+        return True
 
     async def _onto_disk(self) -> bool:
         """Through a few transient blocks, but for what RAM holds already."""
@@ -221,13 +245,21 @@ class Parking:
             reached = await self._write_missing(writing)
         finally:
             self._captured.set()
+            if self._checkpoints is not None:
+                await writing.drained()
             outcome = await desk.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
         self._account(outcome)
-        return len(outcome.durable) == len(self._keys)
+        return outcome.durable.issuperset(self._keys) and not outcome.reason
 
     async def _write_missing(self, writing: PutWriter) -> int:
         """Hand the missing segments to the writer; how many of all segments it has or had."""
         ram, missing = self._desk.ram, writing.put.missing
+        if self._checkpoints is not None:
+            manifest = writing.put.manifest
+            named = zip((c.position for c in manifest.checkpoints), manifest.checkpoint_keys, strict=True)
+            for key, checkpoint in self._checkpoints.hand_over(dict(named), missing):
+                writing.write_checkpoint(key, checkpoint)
+            self._checkpoints.give_back()
         to_capture = [s for s in self._segments if s.key in missing and not (ram and ram.index.holds(s.key))]
         n_captured = await self._capturing.run(to_capture, DiskSource(self, writing), writing.from_capture)
         self._captured.set()

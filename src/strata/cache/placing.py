@@ -61,7 +61,9 @@ class Placing:
         """Nothing new since the last durable copy; or RAM has it, and it is written from there."""
         desk = self._desk
         if desk.disk is not None and desk.disk.index.stores(keys):
-            return True
+            if desk.taker is None:
+                return True
+            return desk.disk.index.holds(prefix.checkpoint_key(job.root, job.tokens, len(job.tokens)))
         if desk.ram is None or not desk.ram.index.stores(keys):
             return False
         promoted = None if job.provisional else desk.ram.promote(keys)

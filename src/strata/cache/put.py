@@ -31,8 +31,9 @@ class DiskLimits:
 class Put:
     """A write under way. `manifest`: of all that is to be written; its serial and stamp are given at the commit.
 
-    `whole`: nothing less than all of it may become durable. `born`: see Conversation. `guest_bytes`: what it brings, if
-    it is larger than the level's whole budget.
+    `missing`: keys of its segments and checkpoints that this write must bring. `unwritten`: those of them that are not
+    written yet, with their bytes. `whole`: nothing less than all of it may become durable. `born`: see Conversation.
+    `guest_bytes`: what it brings, if it is larger than the level's whole budget.
     """
 
     manifest: Manifest

@@ -16,14 +16,14 @@ from enum import Enum
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import block_lengths
 from strata.cache.disk import DiskLevel
-from strata.cache.entries import HeldSegment
+from strata.cache.entries import HeldSegment, Match
 from strata.cache.ram import RamLevel
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, Missing, NotRead
-from strata.types import MIB, Key, Span, Tokens
+from strata.types import BLOCK_BYTES, MIB, Key, Span, Tokens, pad_to_page
 
 READ_AHEAD_BYTES = 64 * MIB
 """Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen."""
@@ -291,13 +291,16 @@ class Restoring:
 def window(engine: Engine) -> int:
     """Blocks on their way between disk and engine at once."""
     block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
-    return min(16, max(2, READ_AHEAD_BYTES // block_bytes))
+    return min(16, max(2, READ_AHEAD_BYTES // max(1, block_bytes)))
 
 
-def need_bytes(engine: Engine, path: Sequence[HeldSegment]) -> int:
-    """Arena bytes that a restore of these segments from disk holds at once."""
-    longest = max(held.segment.n_tokens for held in path)
-    return window(engine) * sum(block_lengths(engine, min(longest, engine.info.block_tokens)))
+def need_bytes(engine: Engine, match: Match) -> int:
+    """Arena bytes that a restore of these segments from disk, and of a checkpoint behind them, holds at once."""
+    longest = max(held.segment.n_tokens for held in match.path)
+    rows = window(engine) * sum(block_lengths(engine, min(longest, engine.info.block_tokens)))
+    if match.checkpoint is None:
+        return rows
+    return max(rows, engine.info.head_room + pad_to_page(min(match.checkpoint.n_bytes, BLOCK_BYTES)))
 
 
 def planned_bytes(engine: Engine, plan: Sequence[Planned], held: int, upto: int) -> dict[str, int]:

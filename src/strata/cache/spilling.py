@@ -204,7 +204,7 @@ class Spiller:
             self._story.tell(now, entry.conversation, "discard", f"{len(entry.tokens)} tokens: {DAMAGED}")
         if damaged:
             self._ram.drop([entry.serial])
-        return len(outcome.durable) == len(entry.keys) or damaged
+        return len(outcome.durable) == len(entry.objects) or damaged
 
     def _failed(self, entry: Conversation, reason: str) -> bool:
         self._counters.spill_failed += 1

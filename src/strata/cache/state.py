@@ -16,7 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from strata.cache.entries import NO_MATCH, Conversation, HeldSegment, Match
+from strata.cache.checkpoint_index import CheckpointIndex
+from strata.cache.entries import NO_MATCH, Conversation, HeldCheckpoint, HeldSegment, Match
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
@@ -29,7 +30,8 @@ class LevelIndex:
 
     def __init__(self) -> None:
         self._segments: dict[Key, HeldSegment] = {}
-        self._bytes: dict[Key, int] = {}  # every segment on disk, usable or not
+        self._checkpoints = CheckpointIndex()
+        self._bytes: dict[Key, int] = {}  # every segment and checkpoint on disk, usable or not
         self._conversations: dict[int, Conversation] = {}
         self._references: Counter[Key] = Counter()
         self._leases: Counter[Key] = Counter()
@@ -60,6 +62,20 @@ class LevelIndex:
             parent, at = held.key, held.segment.end
         tail, upto = max((level._longest_tail(parent, at, tokens) for level in levels), key=lambda found: found[1])
         return Match(path=(*path, *tail), upto=upto) if path or tail else NO_MATCH
+
+    def resume_point(self, root: Key, tokens: Tokens) -> Match:
+        """`lookup` for memory that cannot be cut: up to the deepest checkpoint that the longest prefix reaches."""
+        found = self.lookup(root, tokens)
+        usable = self.checkpoints_along(root, tokens[: found.upto])
+        if not usable:
+            return NO_MATCH
+        upto = usable[-1].position
+        path = tuple(held for held in found.path if held.segment.start < upto)
+        return Match(path=path, upto=upto, checkpoint=usable[-1])
+
+    def checkpoints_along(self, root: Key, tokens: Tokens) -> tuple[HeldCheckpoint, ...]:
+        """The usable checkpoints of prefixes of `tokens`, all of it included, ascending."""
+        return self._checkpoints.along(root, tokens)
 
     def _longest_tail(self, parent: Key, at: int, tokens: Tokens) -> tuple[list[HeldSegment], int]:
         """Segments behind `parent` that share most tokens with `tokens[at:]`, and the position they reach."""
@@ -92,8 +108,13 @@ class LevelIndex:
         return (self._segments[best], best_shared) if best is not None else (None, 0)
 
     def holds(self, key: Key) -> bool:
-        """Whether the segment is durable and can be used."""
-        return key in self._segments
+        """Whether the segment or checkpoint is durable and can be used."""
+        return key in self._segments or key in self._checkpoints
+
+    def usable_checkpoints(self, serial: int) -> tuple[tuple[int, Key], ...]:
+        """Position and key of the checkpoints of a conversation that can be used, ascending."""
+        named = self._conversations[serial].checkpoints
+        return tuple((position, key) for position, key in named if key in self._checkpoints)
 
     def held(self, key: Key) -> HeldSegment | None:
         """The segment, if it is durable and can be used. Another object once it was lost and written anew."""
@@ -200,7 +221,7 @@ class LevelIndex:
             references = self._references - self._named_by(leaving)
             sizes = {key: n for key, n in sizes.items() if references[key] or not self._references[key]}
         entries = (
-            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.keys, rank=order)
+            Evictable(serial=c.serial, stamp_s=c.stamp_s, manifest_bytes=c.manifest_bytes, keys=c.objects, rank=order)
             for c in self._conversations.values()
             if c.serial not in leaving and (order := rank(c)) is not None
         )
@@ -224,7 +245,7 @@ class LevelIndex:
 
     def _named_by(self, serials: Collection[int]) -> Counter[Key]:
         known = (self._conversations[s] for s in serials if s in self._conversations)  # others have vanished
-        return Counter(key for c in known for key in c.keys)
+        return Counter(key for c in known for key in c.objects)
 
     # ------------------------------------------------------------------------------------------------------- changing
 
@@ -251,17 +272,22 @@ class LevelIndex:
         self._track_piece(segment.parent)
         self._track_piece(segment.key)
 
+    def add_checkpoint(self, key: Key, file_bytes: int, *, n_bytes: int, place: tuple[Key, int]) -> None:
+        """Record a durable checkpoint. `n_bytes`: of its payload. `place`: see Manifest.place_of."""
+        self._bytes[key] = file_bytes
+        self._checkpoints.add(key, n_bytes, place)
+
     def add_conversation(self, conversation: Conversation) -> None:
-        """Record a durable manifest; the segments it names gain a reference."""
+        """Record a durable manifest; what it names gains a reference."""
         if conversation.serial in self._conversations:
             raise ValueError(f"serial {conversation.serial} is already in the index")
         self._conversations[conversation.serial] = conversation
-        self._references.update(conversation.keys)
+        self._references.update(conversation.objects)
         self._serials_by_conversation.setdefault(conversation.conversation, set()).add(conversation.serial)
         self._last_keys[conversation.keys[-1]] += 1
 
     def remove_conversations(self, serials: Sequence[int]) -> tuple[Key, ...]:
-        """Forget manifests; returns the unleased segments on disk that nothing names any more (they stay indexed)."""
+        """Forget manifests; returns what is on disk, unleased, and named by nothing any more (it stays indexed)."""
         loose: list[Key] = []
         for serial in serials:
             gone = self._conversations.pop(serial)
@@ -270,16 +296,17 @@ class LevelIndex:
             if not same:
                 del self._serials_by_conversation[gone.conversation]
             self._last_keys[gone.keys[-1]] -= 1
-            self._references.subtract(gone.keys)
-            loose.extend(key for key in gone.keys if key in self._bytes)
+            self._references.subtract(gone.objects)
+            loose.extend(key for key in gone.objects if key in self._bytes)
         self._references += Counter()
         self._last_keys += Counter()
         return tuple(key for key in dict.fromkeys(loose) if not self._references[key] and not self._leases[key])
 
     def remove_segments(self, keys: Iterable[Key]) -> None:
-        """Forget segments (deleted or set aside); conversations that name them are usable up to the gap."""
+        """Forget segments and checkpoints (deleted or set aside); conversations are usable up to the gap."""
         for key in keys:
             self._bytes.pop(key, None)
+            self._checkpoints.discard(key)
             held = self._segments.pop(key, None)
             if held is None:
                 continue
@@ -313,12 +340,12 @@ class LevelIndex:
     def check(self) -> list[str]:
         """Every inconsistency found, in words; empty when all is well."""
         wrong: list[str] = []
-        if Counter(key for c in self._conversations.values() for key in c.keys) != +self._references:
+        if Counter(key for c in self._conversations.values() for key in c.objects) != +self._references:
             wrong.append("reference counts differ from a recount over the conversations")
         if Counter(c.keys[-1] for c in self._conversations.values()) != +self._last_keys:
             wrong.append("the table of last keys differs from the conversations")
-        if not self._segments.keys() <= self._bytes.keys():
-            wrong.append("a usable segment has no size")
+        if not self._segments.keys() | self._checkpoints.keys() <= self._bytes.keys():
+            wrong.append("a usable segment or checkpoint has no size")
         children = Counter((h.segment.parent, h.key) for h in self._segments.values())
         if children != Counter((parent, key) for parent, pairs in self._children.items() for _, key in pairs):
             wrong.append("the children table differs from the segments")

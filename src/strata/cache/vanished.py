@@ -17,7 +17,7 @@ log = logging.getLogger("strata.cache")
 def forget_vanished(level: Level, index: LevelIndex, counters: LevelCounters) -> None:
     """Bring the index in line with the level's account, which was made anew."""
     stored = index.conversations()
-    segments = {key for c in stored for key in c.keys if not level.has(key)}
+    segments = {key for c in stored for key in c.objects if index.bytes_of(key) and not level.has(key)}
     entries = [c.serial for c in stored if not level.has(c.serial)]
     index.remove_conversations(entries)
     index.remove_segments(segments)

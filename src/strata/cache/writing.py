@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from strata.cache.blocks import BlockPool
+from strata.cache.checkpoints import Captured
 from strata.cache.disk import DiskLevel
 from strata.cache.put import Put
 from strata.cache.ram import Blocks, Payloads, RamLevel
 from strata.engine.protocol import Engine
-from strata.store.format import Manifest, plan_segment, segment_file_bytes
-from strata.types import MIB, Segment, Tokens
+from strata.store.format import CheckpointEntry, Manifest, plan_checkpoint, plan_segment, segment_file_bytes
+from strata.store.writer import Failed, Written
+from strata.types import MIB, Key, Segment, Tokens
 
 MOST_QUEUED_BYTES = 64 * MIB
 """Bytes of one put that may wait for the writer at once, beyond one segment."""
@@ -49,6 +51,22 @@ class PutWriter:
             await self.progress()
         digests = await ram.digests(segment.key)
         self._write(segment, ram.payloads(segment.key), digests, ())
+
+    def write_checkpoint(self, key: Key, captured: Captured) -> None:
+        """Write a captured checkpoint, whose blocks belong to this from now on."""
+        header = plan_checkpoint(key, captured.position, captured.n_bytes)
+        pairs = zip(captured.spans, header.blocks, strict=True)
+        payloads = tuple(self._pool.payload(span, block.length) for span, block in pairs)
+        self.queued_bytes += captured.n_bytes
+        job = self._disk.writer.write_checkpoint(self.put.ticket, header, payloads)
+        asyncio.wrap_future(job).add_done_callback(partial(self._wrote_checkpoint, key, captured))
+
+    def _wrote_checkpoint(self, key: Key, captured: Captured, job: asyncio.Future[Written | Failed]) -> None:
+        if isinstance(job.result(), Written):
+            self.put.unwritten.pop(key, None)
+        self.queued_bytes -= captured.n_bytes
+        self._pool.give_back(captured.spans)
+        self.wake()
 
     async def progress(self) -> None:
         """Wait until the writer has done more of it."""
@@ -105,6 +123,7 @@ def manifest_of(
     frontier: int | None,
     conversation: bytes,
     segments: Sequence[Segment],
+    checkpoints: tuple[CheckpointEntry, ...] = (),
 ) -> Manifest:
     """What a state will be on disk. Its serial and its stamps are given when it is committed."""
     info = engine.info
@@ -126,4 +145,5 @@ def manifest_of(
         model_name=info.model_name,
         created_s=0.0,
         stamp_s=0.0,
+        checkpoints=checkpoints,
     )

@@ -35,6 +35,8 @@ class StateFacts:
     state_version: int
     long_rope: bool | None
     """Whether the long rope factors are in use; None for models without them."""
+    mode: str = "segments"
+    """EngineInfo.mode: what is kept in one is of no use in another."""
 
 
 def fingerprint(files: Iterable[GgufFile], facts: StateFacts) -> bytes:
@@ -47,6 +49,8 @@ def fingerprint(files: Iterable[GgufFile], facts: StateFacts) -> bytes:
                 _field(hasher, _sample(data, tensor))
     for text in (facts.kv_k, facts.kv_v, str(facts.transposed_v), str(facts.long_rope)):
         _field(hasher, text.encode())
+    if facts.mode != "segments":
+        _field(hasher, facts.mode.encode())
     hasher.update(struct.pack("<III", facts.state_magic, facts.state_version, PAYLOAD_VERSION))
     return hasher.digest()
 

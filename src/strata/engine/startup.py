@@ -275,6 +275,7 @@ def _facts(model: Model, context: Context, proof: Proof, files: Sequence[GgufFil
         state_magic=magic,
         state_version=version,
         long_rope=long_rope,
+        mode=proof.mode,
     )
 
 

@@ -2,7 +2,8 @@
 
 A sequence is cut at every multiple of SEGMENT_TOKENS, then at the frontier if it lies behind the last multiple, then at
 its end (DESIGN §3). Segment keys chain: key i = BLAKE3(key i-1, token ids, image keys); the root is the identity.
-Token ids are hashed as little-endian int32 behind their count, so no two lists share an encoding.
+Token ids are hashed as little-endian int32 behind their count, so no two lists share an encoding. The key of a
+checkpoint follows from the chain key at its position, under a context of its own: it is never a segment's key.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
 
 KEY_BYTES = 32
 _ROOT_CONTEXT = "strata 2026-11 segment root"
+_CHECKPOINT_CONTEXT = "strata 2026-11 checkpoint key"
 _CONVERSATION_CONTEXT = "strata 2026-11 conversation key"
 CONVERSATION_FALLBACK_TOKENS = 4096
 
@@ -82,6 +84,25 @@ def chain(root: Key, tokens: Tokens, ends: Sequence[int]) -> tuple[Segment, ...]
     return tuple(segments)
 
 
+def checkpoint_key(root: Key, tokens: Tokens, position: int) -> Key:
+    """The key of the checkpoint at `position` of `tokens`: commits to tokens[:position] and the root, to nothing else.
+
+    ValueError unless 0 < position <= len(tokens).
+    """
+    if not 0 < position <= len(tokens):
+        raise ValueError(f"no checkpoint at position {position} of {len(tokens)} tokens")
+    return checkpoint_key_at(chain(root, tokens[:position], cuts(position))[-1].key)
+
+
+def checkpoint_key_at(chain_key: Key) -> Key:
+    """The same for who walks the chain already: `chain_key` is the last of `chain(root, tokens[:p], cuts(p))`.
+
+    That is the full segments up to the last multiple, then one piece up to p. A piece that chains on a frontier's
+    piece has another key, and so no checkpoint.
+    """
+    return Key(blake3(chain_key, derive_key_context=_CHECKPOINT_CONTEXT).digest())
+
+
 def shared_prefix(a: Tokens, b: Tokens) -> int:
     """Number of leading tokens that `a` and `b` have in common."""
     n = min(len(a), len(b))
@@ -102,5 +123,7 @@ def conversation_key(root: Key, tokens: Tokens, openers: Collection[int]) -> byt
 
 
 def blocks(start: int, end: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
-    """The token ranges of a segment's blocks: at most `block_tokens` each, in order."""
+    """The token ranges of a segment's blocks: at most `block_tokens` each, in order; none of 0, which has no rows."""
+    if not block_tokens:
+        return ()
     return tuple((a, min(a + block_tokens, end)) for a in range(start, end, block_tokens))

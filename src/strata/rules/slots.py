@@ -15,8 +15,8 @@ class SlotView:
     """What one slot offers to one request.
 
     `held`: tokens it holds. `shared`: leading tokens it has in common with the request's prompt (0 across namespaces),
-    never all of the prompt. `frontier`: the last turn opener of what it holds, 0 when unknown. `parked`: what it holds
-    is durable elsewhere or owes nothing.
+    never all of the prompt. `forkable`: those that another slot can take over. `frontier`: the last turn opener of what
+    it holds, 0 when unknown. `parked`: what it holds is durable elsewhere or owes nothing.
     """
 
     index: int
@@ -26,6 +26,7 @@ class SlotView:
     frontier: int
     parked: bool
     last_used_s: float
+    forkable: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +44,15 @@ def choose_seat(slots: Sequence[SlotView], *, least_fork: int) -> Seat | None:
     if not idle:
         return None
     own = [slot for slot in idle if continues(slot)]
-    longest = max(slots, key=lambda s: (s.shared, s.idle))
+    longest = max(slots, key=lambda s: (s.forkable, s.idle))
     if own:
         best = max(own, key=lambda s: (s.shared, s.last_used_s))
-        if best.shared >= longest.shared:
+        if best.shared >= longest.forkable:
             return Seat(slot=best.index, keep=best.shared)
-    source = longest.index if longest.shared >= least_fork else None
+    source = longest.index if longest.forkable >= least_fork else None
     taken = min(idle, key=lambda s: (s.held > 0, not s.parked, s.index == source, s.last_used_s))
-    if source is not None and taken.shared < longest.shared:
-        return Seat(slot=taken.index, keep=longest.shared, fork_from=source)
+    if source is not None and taken.shared < longest.forkable:
+        return Seat(slot=taken.index, keep=longest.forkable, fork_from=source)
     return Seat(slot=taken.index, keep=taken.shared)
 
 

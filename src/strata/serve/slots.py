@@ -25,6 +25,8 @@ LEAST_FORK_TOKENS = 32
 MOST_WAITING = 256
 """Requests that may wait for a slot; more are refused."""
 
+ResumePoint = Callable[[Key, Tokens], int]
+
 NOTHING: Tokens = np.empty(0, np.int32)
 
 
@@ -54,9 +56,17 @@ class Slot:
     def __repr__(self) -> str:
         return f"Slot({self.index}, {self.doing}, {len(self.tokens)} tokens, {'owed' if self.owed else 'owes nothing'})"
 
-    def view(self, root: Key, prompt: Tokens, *, kept: bool) -> SlotView:
-        """What this slot offers to a request for `prompt`. `kept`: what it holds lies elsewhere too."""
+    def view(self, root: Key, prompt: Tokens, *, kept: bool, resume_point: ResumePoint | None = None) -> SlotView:
+        """What this slot offers to a request for `prompt`. `kept`: what it holds lies elsewhere too.
+
+        `resume_point`: of memory that cannot be cut. Such a slot offers all that it holds, or else a stored checkpoint.
+        """
         shared = min(shared_prefix(self.tokens, prompt), len(prompt) - 1) if self.root == root else 0
+        forkable = shared
+        if resume_point is not None:
+            is_whole = shared == len(self.tokens)
+            forkable = shared if is_whole and not self.busy else 0
+            shared = shared if is_whole or not shared else resume_point(root, prompt[: shared + 1])
         return SlotView(
             index=self.index,
             idle=not self.busy,
@@ -65,6 +75,7 @@ class Slot:
             frontier=self.frontier,
             parked=(kept or not self.owed) and not self.parkings,
             last_used_s=self.last_used_s,
+            forkable=forkable,
         )
 
     def forget(self) -> None:
@@ -88,6 +99,8 @@ class Slots:
         """`is_kept`: whether what a slot holds is kept outside the engine too."""
         self.all = tuple(Slot(index=i) for i in range(n))
         self.is_kept = is_kept
+        self.resume_point: ResumePoint | None = None
+        """Of memory that cannot be cut: see ConversationCache.resume_point."""
         self._clock = clock
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._promised = 0  # idle slots that belong to requests which were woken and have not run yet
@@ -112,7 +125,9 @@ class Slots:
         """
         if self._waiting or self._spare <= 0:
             await self._wait()
-        views = [slot.view(root, prompt, kept=self.is_kept(slot.index)) for slot in self.all]
+        views = [
+            slot.view(root, prompt, kept=self.is_kept(slot.index), resume_point=self.resume_point) for slot in self.all
+        ]
         seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
         assert seat is not None, "a request was woken though no slot is idle"
         slot = self.all[seat.slot]

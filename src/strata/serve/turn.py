@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from strata.cache.cache import ConversationCache
+from strata.cache.checkpoints import Captured, CheckpointTaker
 from strata.cache.parking import Parking, ParkJob
 from strata.cache.tasks import watched
-from strata.engine.protocol import Delta, Engine, Finished, Generation, Progress, Run, pack_tokens, unpack_tokens
+from strata.engine.protocol import Delta, Engine, Finished, Generation, Held, Progress, Run, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.rules.slots import Seat
@@ -36,6 +37,11 @@ class Workshop:
     slots: Slots
     cache: ConversationCache | None
     parks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def give_back(self, unused: Captured) -> None:
+        """A checkpoint that nobody will write."""
+        if self.cache is not None and self.cache.taker is not None:
+            self.cache.taker.give_back(unused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +67,16 @@ async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnE
         report = await fill(shop, slot, seat, prompt, reuse=request.cache_prompt)
         run.check_engine(shop.engine)
         yield Started(slot=slot.index, cache=report)
-        run.generation = shop.engine.run(command(shop.engine, slot, prompt, request, keep=report.reused))
+        run.taker = shop.cache.taker if shop.cache is not None and request.cache_prompt else None
+        run.generation = shop.engine.run(command(shop.engine, run, request, keep=report.reused))
         async for event in run.generation:
             match event:
                 case Progress():
                     yield run.read(event)
                 case Delta():
                     yield run.wrote(event)
+                case Held():
+                    run.take(event)
                 case Finished():
                     run.finished = event
         yield Text(text=run.end().text, n_tokens=0)
@@ -90,6 +99,8 @@ class Running:
     generated: list[Tokens] = field(default_factory=list)
     finished: Finished | None = None
     failed_at: int | None = None  # positions held after an engine error
+    taker: CheckpointTaker | None = None  # of memory that cannot be cut, if it is to be kept
+    taking: dict[int, asyncio.Task[Captured | None]] = field(default_factory=dict)  # by checkpoint
 
     def read(self, event: Progress) -> Reading:
         self.slot.doing, self.slot.total = "reading", event.total
@@ -100,6 +111,27 @@ class Running:
         self.slot.doing, self.slot.tokens = "writing", self.prompt.tokens
         self.generated.append(unpack_tokens(event.tokens))
         return Text(text=event.text, n_tokens=len(self.generated[-1]))
+
+    def take(self, event: Held) -> None:
+        """Capture a checkpoint beside the request."""
+        if self.taker is None:
+            return
+        if not event.checkpoint:
+            self.taker.given_up(event.position, event.reason)
+            return
+        work = self.taker.take(event.checkpoint, event.position, event.payload_bytes, self.engine_generation)
+        self.taking[event.checkpoint] = asyncio.create_task(work)
+
+    async def captured(self) -> tuple[Captured, ...]:
+        """The checkpoints that were taken, once; they belong to the caller. The engine holds none of them any more."""
+        if self.taker is None or self.generation is None:
+            return ()
+        outcomes = await asyncio.gather(*self.taking.values(), return_exceptions=True)
+        for held in self.generation.checkpoints:
+            if held.checkpoint and held.checkpoint not in self.taking:
+                await self.taker.release(held.checkpoint, self.engine_generation)
+        self.generation = None
+        return tuple(outcome for outcome in outcomes if isinstance(outcome, Captured))
 
     def check_engine(self, engine: Engine) -> None:
         """Raises EngineGone when the engine is another one than when the slot was taken: it holds nothing of ours."""
@@ -153,10 +185,11 @@ def check_bias(engine: Engine, request: TurnRequest) -> None:
 async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse: bool) -> CacheReport:
     """Bring in what need not be read again: the slot's own prefix or a fork, then what the cache has beyond that."""
     leave(shop, slot, stays=seat.keep if seat.fork_from is None else 0)
-    slot.tokens = slot.tokens[: seat.keep] if seat.fork_from is None else NOTHING
+    goes_back = not shop.engine.info.cuttable and seat.keep < len(slot.tokens)
+    slot.tokens = slot.tokens[: seat.keep] if seat.fork_from is None and not goes_back else NOTHING
     slot.root, slot.frontier, slot.owed = prompt.root, 0, False
     await slot.give_way(len(slot.tokens))
-    held = await take_live(shop, slot, seat, prompt)
+    held = await take_live(shop, slot, seat, prompt, goes_back=goes_back)
     slot.tokens = prompt.tokens[:held]
     sources = [] if not held else [slot.came_from if seat.fork_from is None else "fork"]
     slot.came_from = "live"
@@ -171,14 +204,21 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     return CacheReport(source="+".join(sources) or "none", reused=held, total=len(prompt.tokens), restore_s=restore_s)
 
 
-async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt) -> int:
-    """Cut the slot back to what it keeps, or fork; the positions it holds then, 0 when the memory cannot do it."""
+async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, goes_back: bool) -> int:
+    """Cut the slot back to what it keeps, or fork; the positions it holds then, 0 when the memory cannot do it.
+
+    `goes_back`: to a stored checkpoint, for memory that cannot be cut.
+    """
     keep = seat.keep
+    if seat.fork_from is None and goes_back and keep and shop.cache is not None:
+        return await shop.cache.go_back(slot.index, prompt.root, prompt.tokens[: keep + 1])
     if seat.fork_from is None:
         done = await shop.engine.trim(slot.index, keep)
     else:
         # While parks were given way, another request may have taken the source.
-        keep = min(keep, shop.slots.all[seat.fork_from].view(prompt.root, prompt.tokens, kept=True).shared)
+        source = shop.slots.all[seat.fork_from]
+        view = source.view(prompt.root, prompt.tokens, kept=True, resume_point=shop.slots.resume_point)
+        keep = min(keep, view.forkable)
         done = await shop.engine.fork(seat.fork_from, slot.index, keep)
     if done.ok and done.held == keep:
         return keep
@@ -186,8 +226,8 @@ async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt) -> i
     return 0
 
 
-def command(engine: Engine, slot: Slot, prompt: Prompt, request: TurnRequest, *, keep: int) -> Run:
-    context = engine.info.context
+def command(engine: Engine, run: Running, request: TurnRequest, *, keep: int) -> Run:
+    slot, prompt, context = run.slot, run.prompt, engine.info.context
     return Run(
         request=0,
         slot=slot.index,
@@ -198,6 +238,8 @@ def command(engine: Engine, slot: Slot, prompt: Prompt, request: TurnRequest, *,
         limit=context,
         stop=request.stop,
         ignore_eos=request.ignore_eos,
+        checkpoints=() if run.taker is None else run.taker.positions(prompt.root, prompt.tokens, keep),
+        hold_end=run.taker is not None,
     )
 
 
@@ -207,8 +249,10 @@ def command(engine: Engine, slot: Slot, prompt: Prompt, request: TurnRequest, *,
 async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
     """Note what the slot holds now, park it, and give it back; also after a cancel or an error."""
     slot = run.slot
+    captured: tuple[Captured, ...] = ()
     try:
         finished = await run_out(run)
+        captured = await run.captured()
         if finished is not None and shop.cache is not None:
             shop.cache.ladder.costs.note_read(finished.timing.read_tokens, finished.timing.read_s)
         if finished is not None:
@@ -217,23 +261,36 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
         run.check_engine(shop.engine)
         openers = shop.engine.info.openers
         if slot.provisional and finished is not None:
-            await revert(shop, run, openers)
+            await revert(shop, run, openers, captured)
         slot.frontier = prefix.frontier(slot.tokens, openers) or 0
-        slot.owed = finished is not None
+        slot.owed = finished is not None and (shop.engine.info.cuttable or not slot.provisional)
         if not request.cache_prompt:
             slot.forget()
         elif finished is not None and not slot.provisional:
-            park(shop, slot, frontier=prefix.frontier(run.prompt.tokens, openers))
+            park(shop, slot, frontier=prefix.frontier(run.prompt.tokens, openers), checkpoints=captured)
+            captured = ()
     except StrataError as error:
         log.info("slot %d: %s", slot.index, error.message)
         slot.forget()
     finally:
-        shop.slots.give_back(slot)
+        try:
+            for unused in (*captured, *await run.captured()):
+                shop.give_back(unused)
+        finally:
+            shop.slots.give_back(slot)
 
 
-async def revert(shop: Workshop, run: Running, openers: Collection[int]) -> None:
-    """After a cancel: back to the last turn opener that was evaluated. Half a reply is nobody's history (SPEC §6)."""
+async def revert(shop: Workshop, run: Running, openers: Collection[int], captured: Sequence[Captured]) -> None:
+    """After a cancel: back to the last turn opener that was evaluated. Half a reply is nobody's history (SPEC §6).
+
+    Memory that cannot be cut goes back to the checkpoint that was taken there, or keeps what it holds.
+    """
     slot = run.slot
+    if not shop.engine.info.cuttable:
+        last = max(captured, key=lambda taken: taken.position, default=None)
+        if last is not None and run.taker is not None:
+            slot.tokens = slot.tokens[: await run.taker.put_back(slot.index, last)]
+        return
     slot.tokens = slot.tokens[: len(run.prompt.tokens)]
     opener = prefix.frontier(slot.tokens, openers)
     if opener is None:
@@ -263,9 +320,21 @@ def leave(shop: Workshop, slot: Slot, *, stays: int) -> None:
     shop.cache.left(slot.index)
 
 
-def park(shop: Workshop, slot: Slot, *, frontier: int | None, leaving: bool = False) -> None:
-    """Start parking what an idle slot holds. The next requests do not wait for it, but for its capture."""
+def park(
+    shop: Workshop,
+    slot: Slot,
+    *,
+    frontier: int | None,
+    leaving: bool = False,
+    checkpoints: tuple[Captured, ...] = (),
+) -> None:
+    """Start parking what an idle slot holds. The next requests do not wait for it, but for its capture.
+
+    `checkpoints`: those that were taken during its turn, which belong to the park from now on.
+    """
     if shop.cache is None or slot.root is None or not len(slot.tokens):
+        for unused in checkpoints:
+            shop.give_back(unused)
         return
     job = ParkJob(
         slot=slot.index,
@@ -275,9 +344,12 @@ def park(shop: Workshop, slot: Slot, *, frontier: int | None, leaving: bool = Fa
         conversation=prefix.conversation_key(slot.root, slot.tokens, shop.engine.info.openers),
         provisional=slot.provisional,
         leaving=leaving,
+        checkpoints=checkpoints,
     )
     parking = shop.cache.begin_park(job)
     if parking is None:
+        for unused in checkpoints:
+            shop.give_back(unused)
         return
     slot.parkings.add(parking)
     watched(finish_park(slot, parking), f"the park of slot {slot.index}", shop.parks)

@@ -15,10 +15,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import strata
-from strata.cache.admission import Floors
-from strata.cache.cache import TRANSIENT_BYTES, CacheLimits, ConversationCache
-from strata.cache.put import DiskLimits
-from strata.cache.ram import RamLimits
+from strata.cache.cache import TRANSIENT_BYTES, ConversationCache
 from strata.cache.sessions import SESSION_ARENA_BYTES, SessionMover
 from strata.cache.status import story_status
 from strata.cache.tasks import watched
@@ -27,7 +24,7 @@ from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
 from strata.errors import ConfigError, EngineGone, LevelError, NotSupported
 from strata.rules import prefix
-from strata.rules.placement import resolve_auto
+from strata.serve.limits import archive_limits, cache_limits, disk_limits, floors_of
 from strata.serve.request import TurnEvent, TurnRequest
 from strata.serve.sessions import Sessions, slot_list
 from strata.serve.slots import Slots
@@ -52,7 +49,6 @@ FLUSH_LIMIT_S = 60.0
 """How long a stopping server writes what is still in memory."""
 TICK_S = 5.0
 """How often the levels look after themselves."""
-DAY_S = 86400.0
 
 
 class Server:
@@ -100,6 +96,8 @@ class Server:
             choices.keep_flash_attention(model, info.flash_attention)
         cache = self._open_cache(engine, info)
         slots = Slots(info.slots)
+        if not info.cuttable:
+            slots.resume_point = cache.resume_point if cache is not None else lambda root, tokens: 0
         if cache is not None:
             slots.is_kept = cache.keeps_live
             watched(self._look_after(cache), "the caretaker of the levels", self._caretaker)
@@ -109,7 +107,7 @@ class Server:
                 engine=engine,
                 arena=self._arena,
                 folder=self._session_folder,
-                floors=_floors(self._config),
+                floors=floors_of(self._config),
                 memory=available_memory,
             )
             self._sessions = Sessions(self._shop, mover)
@@ -145,19 +143,24 @@ class Server:
     def _open_cache(self, engine: EngineClient, info: EngineInfo) -> ConversationCache | None:
         if self._arena is None or not self._has_cache:
             return None
-        if info.mode != "segments":
+        if not info.cuttable and not info.checkpoint_bytes:
             log.warning("conversations of this model are not kept: %s", info.mode_reason)
             return None
+        if not info.cuttable and not self._config.last_dir_in_use:
+            log.warning("conversations of this model are kept on disk only: give --conversation-cache-cold-dir")
+            return None
+        if not info.cuttable and self._config.conversation_cache_mib:
+            log.warning("conversations of this model are kept on disk only, not in RAM")
         archive = self._levels.get("archive")
-        limits = _archive_limits(self._config)
+        limits = archive_limits(self._config)
         ids_only = self._config.conversation_cache_archive_mode == "ids"
         try:
             return ConversationCache(
                 engine=engine,
                 arena=self._arena,
-                limits=_cache_limits(self._config, info),
+                limits=cache_limits(self._config, info),
                 levels=[
-                    (self._levels[name], _disk_limits(self._config, name))
+                    (self._levels[name], disk_limits(self._config, name))
                     for name in ("warm", "cold")
                     if name in self._levels
                 ],
@@ -327,59 +330,6 @@ class Server:
             "story": [] if shop.cache is None else story_status(shop.cache.story),
             "arena": None if self._arena is None else arena_status(self._arena),
         }
-
-
-def _floors(config: Config) -> Floors:
-    return Floors(
-        parking_bytes=config.conversation_cache_min_free_mib * MIB,
-        transient_bytes=config.conversation_cache_park_min_free_mib * MIB,
-    )
-
-
-def _cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
-    """What the cache may take, with the parking target "auto" resolved: the arena and the model are resident now."""
-    floors = _floors(config)
-    target = config.park_target
-    if target == "auto":
-        target = resolve_auto(
-            available_bytes=available_memory(),
-            disk_usable=config.last_dir_in_use is not None,
-            slots=info.slots,
-            bytes_per_token=sum(stage.token_bytes for stage in info.stages),
-            context_tokens=info.context,
-            parking_floor_bytes=floors.parking_bytes,
-        )
-        log.info("park target auto -> %s", target)
-    ram_bytes = config.conversation_cache_mib * MIB
-    return CacheLimits(
-        floors=floors,
-        park_target="disk" if target == "disk" else "ram",
-        ram=RamLimits(budget_bytes=ram_bytes, most=config.conversation_cache_slots) if ram_bytes else None,
-        similarity=config.conversation_cache_similarity,
-        n_min=config.conversation_cache_n_min,
-        spill_on_evict=config.conversation_cache_spill_on == "evict",
-        throttle_s=config.conversation_cache_spill_park_throttle_s,
-        ladder=config.restore_ladder,
-    )
-
-
-def _disk_limits(config: Config, name: str) -> DiskLimits:
-    budget_mib = config.conversation_cache_warm_mib if name == "warm" else config.conversation_cache_cold_mib
-    return DiskLimits(
-        budget_bytes=budget_mib * MIB,
-        rejects=config.conversation_cache_spill_when_full == "reject",
-        divergence_tokens=config.conversation_cache_spill_divergence_tokens,
-        max_age_s=config.conversation_cache_spill_max_age_days * DAY_S,
-    )
-
-
-def _archive_limits(config: Config) -> DiskLimits:
-    return DiskLimits(
-        budget_bytes=config.conversation_cache_archive_mib * MIB,
-        max_age_s=config.conversation_cache_archive_max_age_days * DAY_S,
-        is_archive=True,
-        keep=config.conversation_cache_archive_keep,
-    )
 
 
 def find_model(name: str) -> Path:

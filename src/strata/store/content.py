@@ -1,11 +1,11 @@
-"""What is in a segment file, as buffers that O_DIRECT takes: the header's page, and payloads padded to whole pages."""
+"""What is in a payload file, as buffers that O_DIRECT takes: the header's page, and payloads padded to whole pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strata.store.format import SegmentHeader, digest, encode_header
+from strata.store.format import FileHeader, digest
 from strata.store.fs import aligned_buffer
 from strata.types import PAGE, pad_to_page
 
@@ -14,7 +14,7 @@ _ZEROS = bytes(PAGE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingFile:
-    """A segment file that is written under a temporary name and not published yet."""
+    """A segment or checkpoint file that is written under a temporary name and not published yet."""
 
     temporary: str
     final: str
@@ -22,14 +22,14 @@ class PendingFile:
     linked: bool = False  # a second name of another level's file
 
 
-def header_page(header: SegmentHeader) -> memoryview:
+def header_page(header: FileHeader) -> memoryview:
     """The header as one page that O_DIRECT takes."""
     page = aligned_buffer(PAGE)
-    page[:] = encode_header(header)
+    page[:] = header.encode()
     return page
 
 
-def file_content(header: SegmentHeader, payloads: Sequence[memoryview]) -> list[memoryview]:
+def file_content(header: FileHeader, payloads: Sequence[memoryview]) -> list[memoryview]:
     """The header's page, with its digests, and the padded payloads. ValueError for payloads that are too short."""
     buffers: list[memoryview] = []
     for block, payload in zip(header.blocks, payloads, strict=True):

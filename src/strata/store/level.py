@@ -14,30 +14,38 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from strata.errors import DamagedFile
+from strata.store import reading
 from strata.store.account import Account, Vanished, WriteCounts
-from strata.store.content import PendingFile, file_content, header_page, padded_payload
-from strata.store.damage import damage_in
+from strata.store.content import PendingFile, file_content
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import (
-    MAX_MANIFEST_BYTES,
+    CheckpointHeader,
+    FileHeader,
     Manifest,
     SegmentHeader,
+    decode_checkpoint_header,
     decode_header,
-    decode_manifest,
-    digest,
     encode_manifest,
 )
-from strata.store.fs import Disk, aligned_buffer
-from strata.store.names import MAX_STAGES, QUARANTINED, SEGMENT_DIR, TEMPORARY, manifest_name, segment_path, serial_in
+from strata.store.fs import Disk
+from strata.store.names import (
+    MAX_STAGES,
+    QUARANTINED,
+    SEGMENT_DIR,
+    TEMPORARY,
+    checkpoint_path,
+    manifest_name,
+    segment_path,
+    serial_in,
+)
 from strata.store.scan import Scan, Walk, read_scan, walk
-from strata.types import PAGE, Key, pad_to_page
+from strata.types import Key
 
 
 class Level:
@@ -104,26 +112,24 @@ class Level:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def write_segment(self, header: SegmentHeader, payloads: Sequence[memoryview]) -> PendingFile:
-        """Write one stage of a segment under a temporary name: `publish` it, or `discard` it.
+    def write_segment(self, header: FileHeader, payloads: Sequence[memoryview]) -> PendingFile:
+        """Write one stage of a segment, or a checkpoint, under a temporary name: `publish` it, or `discard` it.
 
-        `header` is what `plan_segment` gave; digests that it lacks are filled in here, those it has are believed. One
-        payload per block, at least as long as its entry says. A writable payload of whole pages that starts at a page
-        goes to disk as it is (O_DIRECT); the bytes behind its length are set to zero.
+        `header` is what `plan_segment` or `plan_checkpoint` gave; digests that it lacks are filled in here, those it
+        has are believed. One payload per block, at least as long as its entry says. A writable payload of whole pages
+        that starts at a page goes to disk as it is (O_DIRECT); the bytes behind its length are set to zero.
         """
         return self.begin_segment(header, payloads)()
 
     def begin_segment(
-        self, header: SegmentHeader, payloads: Sequence[memoryview], threads: Executor | None = None
+        self, header: FileHeader, payloads: Sequence[memoryview], threads: Executor | None = None
     ) -> Callable[[], PendingFile]:
         """`write_segment` in two parts: the bytes are written on `threads`, and what this returns waits for that.
 
         It must be called, once, by the writing thread; the payloads are in use until it returns.
         """
         buffers = file_content(header, payloads)
-        final = segment_path(header.key, header.stage)
-        self._make_folder_of(final)
-        temporary = self._temporary(final)
+        final, temporary = self._names_for(header)
         write = partial(self._fs.write, self.root / temporary, buffers)
         writing = threads.submit(write) if threads is not None else None
 
@@ -142,17 +148,21 @@ class Level:
         keeps. Raises DamagedFile or OSError naming the giver's file (FileNotFoundError) when it cannot be had from
         there, OSError naming one of this level when that cannot take it.
         """
-        header = giver.read_header(key, stage)
-        final = segment_path(key, stage)
-        self._make_folder_of(final)
-        temporary = self._temporary(final)
+        return self._adopt(giver, giver.read_header(key, stage), may_link=may_link)
+
+    def adopt_checkpoint(self, giver: Level, key: Key, *, may_link: bool) -> PendingFile:
+        """`adopt_segment` for a checkpoint's file."""
+        return self._adopt(giver, giver.read_checkpoint_header(key), may_link=may_link)
+
+    def _adopt(self, giver: Level, header: FileHeader, *, may_link: bool) -> PendingFile:
+        final, temporary = self._names_for(header)
         if may_link and self._link(giver.root / final, temporary):
             return PendingFile(temporary=temporary, final=final, size=header.file_bytes, linked=True)
-        size = self._write(temporary, giver._verified(header))
+        size = self._write(temporary, reading.verified(giver._fs, giver.root, header))
         return PendingFile(temporary=temporary, final=final, size=size)
 
     def publish(self, pending: Sequence[PendingFile], threads: Executor | None = None) -> None:
-        """Make segment files durable under their final names: all fsyncs, all renames, then each folder once.
+        """Make pending files durable under their final names: all fsyncs, all renames, then each folder once.
 
         On `threads`, syncs run side by side, and the device takes them together: many cost hardly more than one.
         """
@@ -173,7 +183,7 @@ class Level:
                 self._unlink(file.temporary)
 
     def put_manifest(self, manifest: Manifest) -> int:
-        """Commit: its segments must be published. Returns what the file takes on disk, once it is durable.
+        """Commit: what it names must be published. Returns what the file takes on disk, once it is durable.
 
         A manifest of the same serial is replaced. When this fails, the one there before is still there, or its newer
         version is.
@@ -194,12 +204,14 @@ class Level:
         return self._account.of(name)
 
     def require(self, manifest: Manifest) -> None:
-        """Raises Vanished when a published segment of it is not there any more: it must not be committed then.
+        """Raises Vanished when a published file of it is not there any more: it must not be committed then.
 
         A directory that was removed or replaced is made and locked anew. LevelError when another process has it.
         """
         stages = range(len(manifest.stages))
-        if self._lock.is_in_place() and all(self._exists(segment_path(k, s)) for k in manifest.keys for s in stages):
+        paths = [segment_path(key, stage) for key in manifest.keys for stage in stages]
+        paths += map(checkpoint_path, manifest.checkpoint_keys)
+        if self._lock.is_in_place() and all(map(self._exists, paths)):
             return
         self._fs.make_dir(self.root)
         if not self._lock.is_in_place():
@@ -212,9 +224,9 @@ class Level:
         raise Vanished(errno.ENOENT, "files were removed while it was in use; what is missing is lost", str(self.root))
 
     def drop(self, serials: Iterable[int], keys: Iterable[Key], threads: Executor | None = None) -> int:
-        """Remove manifests, durably, and then segments that nothing else names, durably; returns the bytes freed.
+        """Remove manifests, durably, then segments and checkpoints that nothing else names, durably; the bytes freed.
 
-        A power cut meanwhile may bring back a segment (as an orphan), never a manifest without its segments.
+        A power cut meanwhile may bring one of these back (as an orphan), never a manifest without what it names.
         """
         names = [manifest_name(serial) for serial in serials]
         paths = [path for key in keys for path in self._paths_of(key)]
@@ -237,6 +249,10 @@ class Level:
         """Set a damaged segment file aside; False when it is not there."""
         return self._set_aside(segment_path(key, stage))
 
+    def quarantine_checkpoint(self, key: Key) -> bool:
+        """Set a damaged checkpoint file aside; False when it is not there."""
+        return self._set_aside(checkpoint_path(key))
+
     def quarantine_manifest(self, serial: int) -> bool:
         """Set a damaged manifest aside; False when it is not there."""
         return self._set_aside(manifest_name(serial))
@@ -245,50 +261,22 @@ class Level:
 
     def read_header(self, key: Key, stage: int) -> SegmentHeader:
         """A segment file's header, checked against its name and size. DamagedFile, or OSError (FileNotFoundError)."""
-        path = self.root / segment_path(key, stage)
-        page = aligned_buffer(PAGE)
-        with damage_in(path):
-            self._fs.read_into(path, 0, page)
-            header = decode_header(page)
-            if (header.key, header.stage) != (key, stage):
-                raise DamagedFile("key: the file holds another segment or stage than its name says", field="key")
-            size = self._fs.stat(path).size
-            if size != header.file_bytes:
-                raise DamagedFile(f"size: {size} bytes instead of {header.file_bytes}", field="size")
-        return header
+        return reading.read_header(self._fs, self.root, segment_path(key, stage), decode_header)
+
+    def read_checkpoint_header(self, key: Key) -> CheckpointHeader:
+        """The same for a checkpoint's file."""
+        return reading.read_header(self._fs, self.root, checkpoint_path(key), decode_checkpoint_header)
 
     def read_manifest(self, serial: int) -> Manifest:
         """A manifest, checked. DamagedFile, or OSError (FileNotFoundError)."""
-        path = self.root / manifest_name(serial)
-        with damage_in(path):
-            manifest = decode_manifest(self._fs.read(path, MAX_MANIFEST_BYTES))
-            if manifest.serial != serial:
-                raise DamagedFile(f"serial: {manifest.serial} instead of {serial}", field="serial")
-        return manifest
+        return reading.read_manifest(self._fs, self.root, serial)
 
-    def read_block(self, header: SegmentHeader, index: int, view: memoryview) -> None:
+    def read_block(self, header: FileHeader, index: int, view: memoryview) -> None:
         """Read the payload of one block into `view` and verify it. DamagedFile, or OSError (FileNotFoundError).
 
         A view of whole pages that starts at a page is read with O_DIRECT; its padding is overwritten.
         """
-        block = header.blocks[index]
-        if len(view) < block.length:
-            raise ValueError(f"a view of {len(view)} bytes for a block of {block.length}")
-        path = self.root / segment_path(header.key, header.stage)
-        padded = pad_to_page(block.length)
-        with damage_in(path):
-            self._fs.read_into(path, block.offset, view[: padded if len(view) >= padded else block.length])
-            if digest(view[: block.length]) != block.digest:
-                raise DamagedFile(f"digest: block {index} does not match it", field="digest")
-
-    def _verified(self, header: SegmentHeader) -> Iterator[memoryview]:
-        """The content of a segment file, page by page and block by block: each is overwritten by the next."""
-        yield header_page(header)
-        view = aligned_buffer(max(pad_to_page(block.length) for block in header.blocks))
-        for i, block in enumerate(header.blocks):
-            self.read_block(header, i, view)
-            (padded,) = padded_payload(view, block.length)
-            yield padded
+        reading.read_block(self._fs, self.root, header, index, view)
 
     # ----------------------------------------------------------------------------- one file, on disk and in the account
 
@@ -304,7 +292,7 @@ class Level:
         return sum(self._account.of(path) for path in self._paths_of(key))
 
     def has(self, what: int | Key) -> bool:
-        """Whether the account has a file of a manifest, by serial, or of a segment."""
+        """Whether the account has a file of a manifest, by serial, or of a segment or checkpoint."""
         return bool(self._paths_of(what)) if isinstance(what, bytes) else manifest_name(what) in self._account
 
     def _exists(self, path: str) -> bool:
@@ -314,7 +302,13 @@ class Level:
         return False
 
     def _paths_of(self, key: Key) -> list[str]:
-        return [path for stage in range(MAX_STAGES) if (path := segment_path(key, stage)) in self._account]
+        names = (*(segment_path(key, stage) for stage in range(MAX_STAGES)), checkpoint_path(key))
+        return [path for path in names if path in self._account]
+
+    def _names_for(self, header: FileHeader) -> tuple[str, str]:
+        """Final and temporary name; their folder is made."""
+        self._make_folder_of(header.path)
+        return header.path, self._temporary(header.path)
 
     def _temporary(self, final: str) -> str:
         return f"{final}.{os.getpid()}-{next(self._temporaries)}{TEMPORARY}"
@@ -340,7 +334,7 @@ class Level:
         self.counts.files_written += 1
 
     def _make_folder_of(self, path: str) -> None:
-        """Make a segment file's folder; `publish` syncs the new ones all at once."""
+        """Make a payload file's folder; `publish` syncs the new ones all at once."""
         if self._fs.make_dir((self.root / path).parent, durable=False):
             self._folders_unsynced = True
 

@@ -24,6 +24,7 @@ _MANIFEST = re.compile(r"strata-conv-(\d{8,16})\.meta")
 _TEMPORARY_TAIL = re.compile(r"\.\d+-\d+\.tmp$")
 _QUARANTINED_TAIL = re.compile(r"\.\d+\.bad$")
 _SEGMENT = re.compile(r"([0-9a-f]{64})\.s(\d{1,2})\.seg")
+_CHECKPOINT = re.compile(r"([0-9a-f]{64})\.ckpt")
 
 
 def manifest_name(serial: int) -> str:
@@ -63,6 +64,19 @@ def parse_segment_path(path: str) -> tuple[Key, int] | None:
     return parsed if parsed is not None and segment_path(*parsed) == path else None
 
 
+def checkpoint_path(key: Key) -> str:
+    """Relative to the level's directory, with forward slashes."""
+    name = key.hex()
+    return f"{SEGMENT_DIR}/{name[:2]}/{name}.ckpt"
+
+
+def parse_checkpoint_path(path: str) -> Key | None:
+    """The key, or None when `path` is not exactly what `checkpoint_path` gives for one."""
+    found = _CHECKPOINT.fullmatch(path.rpartition("/")[2])
+    key = Key(bytes.fromhex(found[1])) if found else None
+    return key if key is not None and checkpoint_path(key) == path else None
+
+
 def is_temporary(path: str) -> bool:
     """Whether a level wrote this file on the way to a final name: nobody else's file ending in .tmp is touched."""
     return _is_ours(path, _TEMPORARY_TAIL) or path == CHOICES_NAME + TEMPORARY
@@ -75,4 +89,6 @@ def is_quarantined(path: str) -> bool:
 
 def _is_ours(path: str, tail: re.Pattern[str]) -> bool:
     final = tail.sub("", path)
-    return final != path and bool(parse_manifest_name(final) or parse_segment_path(final))
+    return final != path and bool(
+        parse_manifest_name(final) or parse_segment_path(final) or parse_checkpoint_path(final)
+    )

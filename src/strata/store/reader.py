@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from strata.errors import DamagedFile
-from strata.store.format import Manifest, SegmentHeader
+from strata.store.format import CheckpointHeader, FileHeader, Manifest, SegmentHeader
 from strata.store.level import Level
 from strata.types import Key
 
@@ -96,9 +96,15 @@ class Reader:
 
     def header(self, key: Key, stage: int) -> Future[SegmentHeader | NotRead]:
         """The header of a segment file (see `Level.read_header`)."""
+        return self._submit_header(lambda: self._level.read_header(key, stage))
 
-        def work() -> SegmentHeader:
-            header = self._level.read_header(key, stage)
+    def checkpoint_header(self, key: Key) -> Future[CheckpointHeader | NotRead]:
+        """The header of a checkpoint file (see `Level.read_checkpoint_header`)."""
+        return self._submit_header(lambda: self._level.read_checkpoint_header(key))
+
+    def _submit_header(self, read: Callable[[], T]) -> Future[T | NotRead]:
+        def work() -> T:
+            header = read()
             with self._lock:
                 self._headers += 1
             return header
@@ -109,8 +115,8 @@ class Reader:
         """A manifest (see `Level.read_manifest`)."""
         return self._submit(lambda: self._level.read_manifest(serial))
 
-    def block(self, header: SegmentHeader, index: int, view: memoryview) -> Future[Loaded | NotRead]:
-        """Read and verify one block (see `Level.read_block`). The view must stay alive until the future is done."""
+    def block(self, header: FileHeader, index: int, view: memoryview) -> Future[Loaded | NotRead]:
+        """Read and verify one block of a file (see `Level.read_block`). The view must stay alive until it is done."""
 
         def work() -> Loaded:
             started = time.monotonic()

@@ -1,8 +1,12 @@
-"""What is in a level's directory: a walk, and its reading as manifests and segments.
+"""What is in a level's directory: a walk, and its reading as manifests, segments and checkpoints.
 
 Covers recognising every file by name and kind, decoding the manifests, and telling whole conversations from stale,
-foreign and orphaned ones. It never changes anything on disk, and does not open segment files: their headers and digests
-are checked when they are read.
+foreign and orphaned ones. It never changes anything on disk, and does not open the files of segments and checkpoints:
+their headers and digests are checked when they are read.
+
+A conversation is whole while its segments are: a lost checkpoint costs the positions up to the one before it, so it is
+listed and the rest is served. Only when it has lost every checkpoint is it stale: a model that takes checkpoints can
+resume nowhere else.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from strata.store.names import (
     CHOICES_NAME,
     is_quarantined,
     is_temporary,
+    parse_checkpoint_path,
     parse_manifest_name,
     parse_segment_path,
     serial_in,
@@ -48,8 +53,26 @@ class SegmentFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFile:
+    """The file of one checkpoint."""
+
+    size: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostCheckpoint:
+    """A checkpoint that a manifest of this identity names and that cannot be used."""
+
+    serial: int
+    position: int
+    key: Key
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A conversation of this identity that is whole, as far as names and sizes tell."""
+    """A conversation of this identity that is whole, but for checkpoints that were lost; by names and sizes alone."""
 
     manifest: Manifest
     allocated_bytes: int  # of the manifest file alone
@@ -61,7 +84,7 @@ class Foreign:
 
     serial: int
     stamp_s: float
-    keys: tuple[Key, ...]
+    keys: tuple[Key, ...]  # of segments, then of checkpoints
     allocated_bytes: int  # of the manifest file alone
 
 
@@ -83,15 +106,18 @@ class Scan:
     foreign: tuple[Foreign, ...]  # in the same order
     stale: tuple[Stale, ...]  # by serial
     segments: Mapping[Key, SegmentFiles]
-    orphans: tuple[Key, ...]  # segments that no readable manifest names
+    checkpoints: Mapping[Key, CheckpointFile]
+    lost_checkpoints: tuple[LostCheckpoint, ...]  # of whole and stale conversations alike
+    orphans: tuple[Key, ...]  # segments and checkpoints that no readable manifest names
     temporary: tuple[str, ...]  # paths relative to the level's directory, as in the next two
     bad: tuple[str, ...]
     other: tuple[str, ...]
     used_bytes: int
 
     def __repr__(self) -> str:
-        counts = ("manifests", "foreign", "stale", "segments", "orphans", "temporary", "bad", "other")
-        return f"Scan({', '.join(f'{name} {len(getattr(self, name))}' for name in counts)}, {self.used_bytes} bytes)"
+        what = ("manifests", "foreign", "stale", "segments", "checkpoints", "lost_checkpoints", "orphans")
+        counts = (f"{name} {len(getattr(self, name))}" for name in (*what, "temporary", "bad", "other"))
+        return f"Scan({', '.join(counts)}, {self.used_bytes} bytes)"
 
 
 def walk(fs: Filesystem, root: Path) -> Walk:
@@ -116,7 +142,7 @@ def walk(fs: Filesystem, root: Path) -> Walk:
             if path == ARCHIVE_FOLDER:
                 continue
             waiting.append(path + "/")
-            if parse_manifest_name(path) or parse_segment_path(path):
+            if parse_manifest_name(path) or parse_segment_path(path) or parse_checkpoint_path(path):
                 misplaced.append(path)
     return Walk(files=files, misplaced=tuple(misplaced))
 
@@ -125,9 +151,11 @@ def read_scan(fs: Filesystem, root: Path, found: Walk, identity: bytes) -> Scan:
     """Sort what a walk found: see `Scan`. Reads the manifests, nothing else."""
     groups = _group(found)
     segments = _segment_files(found, groups.segments)
+    checkpoints = {key: _checkpoint_file(found.files[path]) for key, path in groups.checkpoints}
     manifests: list[Stored] = []
     foreign: list[Foreign] = []
     stale: list[Stale] = []
+    lost: list[LostCheckpoint] = []
     named: set[Key] = set()
     for path in groups.manifests:
         serial, allocated = serial_in(path), found.files[path].allocated_bytes
@@ -135,12 +163,16 @@ def read_scan(fs: Filesystem, root: Path, found: Walk, identity: bytes) -> Scan:
         if isinstance(read, str):
             stale.append(Stale(serial=serial, reason=read, manifest=None, allocated_bytes=allocated))
             continue
-        named.update(read.keys)
-        problem = _incomplete(read, segments)
+        checkpoint_keys = read.checkpoint_keys
+        named.update(read.keys, checkpoint_keys)
+        lost_here = _lost_checkpoints(read, checkpoint_keys, checkpoints)
+        problem = _incomplete(read, segments, lost_here)
+        lost.extend(lost_here if read.identity == identity else ())
         if problem:
             stale.append(Stale(serial=serial, reason=problem, manifest=read, allocated_bytes=allocated))
         elif read.identity != identity:
-            foreign.append(Foreign(serial=serial, stamp_s=read.stamp_s, keys=read.keys, allocated_bytes=allocated))
+            keys = (*read.keys, *checkpoint_keys)
+            foreign.append(Foreign(serial=serial, stamp_s=read.stamp_s, keys=keys, allocated_bytes=allocated))
         else:
             manifests.append(Stored(manifest=read, allocated_bytes=allocated))
     return Scan(
@@ -148,7 +180,9 @@ def read_scan(fs: Filesystem, root: Path, found: Walk, identity: bytes) -> Scan:
         foreign=tuple(sorted(foreign, key=lambda entry: (entry.stamp_s, entry.serial))),
         stale=tuple(sorted(stale, key=lambda entry: entry.serial)),
         segments=segments,
-        orphans=tuple(sorted(segments.keys() - named)),
+        checkpoints=checkpoints,
+        lost_checkpoints=tuple(sorted(lost, key=lambda one: (one.serial, one.position))),
+        orphans=tuple(sorted((segments.keys() | checkpoints.keys()) - named)),
         temporary=tuple(groups.temporary),
         bad=tuple(groups.bad),
         other=tuple(groups.other),
@@ -162,6 +196,7 @@ class _Groups:
 
     manifests: list[str] = field(default_factory=list)
     segments: list[tuple[Key, int, str]] = field(default_factory=list)
+    checkpoints: list[tuple[Key, str]] = field(default_factory=list)
     temporary: list[str] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
@@ -174,6 +209,8 @@ def _group(found: Walk) -> _Groups:
         segment = parse_segment_path(path)
         if segment is not None and entry.kind == "file":
             groups.segments.append((*segment, path))
+        elif (checkpoint := parse_checkpoint_path(path)) is not None and entry.kind == "file":
+            groups.checkpoints.append((checkpoint, path))
         elif parse_manifest_name(path):
             groups.manifests.append(path)
         elif is_temporary(path):
@@ -196,6 +233,10 @@ def _segment_files(found: Walk, segments: Sequence[tuple[Key, int, str]]) -> dic
     return result
 
 
+def _checkpoint_file(entry: Entry) -> CheckpointFile:
+    return CheckpointFile(size=entry.size, allocated_bytes=entry.allocated_bytes)
+
+
 def _read_manifest(fs: Filesystem, path: Path, serial: int) -> Manifest | str:
     """The manifest, or why it cannot be used."""
     try:
@@ -207,9 +248,23 @@ def _read_manifest(fs: Filesystem, path: Path, serial: int) -> Manifest | str:
     return manifest
 
 
-def _incomplete(manifest: Manifest, segments: Mapping[Key, SegmentFiles]) -> str:
-    """Why a manifest's segments do not make it whole; empty when they do."""
-    for i, segment in enumerate(manifest.segments):
+def _lost_checkpoints(
+    manifest: Manifest, keys: Sequence[Key], files: Mapping[Key, CheckpointFile]
+) -> tuple[LostCheckpoint, ...]:
+    lost: list[LostCheckpoint] = []
+    for entry, key in zip(manifest.checkpoints, keys, strict=True):
+        file = files.get(key)
+        if file is None or file.size != entry.file_bytes:
+            reason = "is missing" if file is None else f"has {file.size} bytes instead of {entry.file_bytes}"
+            lost.append(LostCheckpoint(serial=manifest.serial, position=entry.position, key=key, reason=reason))
+    return tuple(lost)
+
+
+def _incomplete(
+    manifest: Manifest, segments: Mapping[Key, SegmentFiles], lost_checkpoints: Sequence[LostCheckpoint]
+) -> str:
+    """Why a manifest cannot be served whole; empty when it can, but for some of its checkpoints."""
+    for i, segment in enumerate(manifest.segments if manifest.stages else ()):
         where = f"segment {i} of {len(manifest.keys)}"
         files = segments.get(segment.key)
         if files is None:
@@ -218,4 +273,7 @@ def _incomplete(manifest: Manifest, segments: Mapping[Key, SegmentFiles]) -> str
         sizes = (segment_file_bytes(shape, 0, n_tokens, block_tokens) for shape in manifest.stages)
         if files.sizes != tuple(enumerate(sizes)):
             return f"{where} has the wrong size or number of stages"
+    if manifest.checkpoints and len(lost_checkpoints) == len(manifest.checkpoints):
+        last = lost_checkpoints[-1]
+        return f"no checkpoint of it can be used; the last, at {last.position}, {last.reason}"
     return ""

@@ -18,96 +18,48 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from strata.errors import DamagedFile, StrataError
 from strata.store.account import Vanished
 from strata.store.content import PendingFile
-from strata.store.format import Manifest, SegmentHeader
+from strata.store.format import CheckpointHeader, FileHeader, Manifest, SegmentHeader
 from strata.store.hashing import Hasher
 from strata.store.jobs import Begin, Job, JobThread
 from strata.store.level import Level
-from strata.store.names import segment_path
-from strata.store.reader import NotRead, not_read
+from strata.store.names import checkpoint_path, segment_path
+from strata.store.outcomes import (
+    Abandoned,
+    Adopted,
+    Committed,
+    Dropped,
+    Failed,
+    Quarantined,
+    WriterStatistics,
+    Written,
+)
+from strata.store.reader import not_read
 from strata.types import Key
+
+__all__ = [
+    "OK",
+    "Abandoned",
+    "Adopted",
+    "Committed",
+    "Dropped",
+    "Failed",
+    "Quarantined",
+    "Writer",
+    "WriterStatistics",
+    "Written",
+]
 
 log = logging.getLogger(__name__)
 
 OK = "ok"
 WRITES_AT_ONCE = 3  # while one is set up or torn down, the device has others
 SYNC_THREADS = 8  # they only wait for the device, which joins what waits at the same time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A segment file is written, under a temporary name."""
-
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
-    """A segment file of another level is here too, under a temporary name; `linked`: it is the same file."""
-
-    bytes: int
-    linked: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """The conversation is durable. `manifest_bytes`: what the manifest takes on disk."""
-
-    manifest_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """The files are gone; `bytes` were freed."""
-
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quarantined:
-    """The file is set aside, or was not there any more (`found` False)."""
-
-    found: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
-    """The ticket's temporary files are removed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """Nothing was acknowledged. `errno` is set when the operating system refused.
-
-    After a failed commit, segments of the ticket may be complete on disk all the same: drop those of `left` that no
-    manifest names. `giver` is set when the level to adopt from could not give its file; this level is fine then.
-    `vanished`: files of this level were removed by someone else; its account says which are left.
-    """
-
-    reason: str
-    errno: int | None = None
-    left: tuple[Key, ...] = ()
-    giver: NotRead | None = None
-    vanished: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterStatistics:
-    """Monotonic, except for the two `waiting_`."""
-
-    bytes_written: int
-    files_written: int
-    fsyncs: int
-    failures: int
-    seconds: float  # spent working
-    hash_wait_s: float  # of these, waiting for a digest
-    waiting_jobs: int
-    waiting_bytes: int
 
 
 @dataclass(slots=True)
@@ -177,6 +129,15 @@ class Writer:
 
         A header without digests gets them from the hasher, which begins at once.
         """
+        return self._write(ticket, header, payloads)
+
+    def write_checkpoint(
+        self, ticket: int, header: CheckpointHeader, payloads: tuple[memoryview, ...]
+    ) -> Future[Written | Failed]:
+        """Write a checkpoint for `ticket`; all of its blocks lie in memory until it is done (see `write_segment`)."""
+        return self._write(ticket, header, payloads)
+
+    def _write(self, ticket: int, header: FileHeader, payloads: tuple[memoryview, ...]) -> Future[Written | Failed]:
         blocks = zip(header.blocks, payloads, strict=False)  # the level refuses what does not match
         views = [payload[: block.length] for block, payload in blocks]
         digests = None if header.has_digests else self._hasher.digests(views)
@@ -211,27 +172,38 @@ class Writer:
 
         When the giver's file is at fault, the ticket fails with `giver` saying how, and the state of this level stays.
         """
+        take = partial(self._level.adopt_segment, giver, key, stage, may_link=may_link)
+        return self._adopt(ticket, key, giver.root / segment_path(key, stage), take, is_needed=True)
 
+    def adopt_checkpoint(self, ticket: int, giver: Level, key: Key, *, may_link: bool) -> Future[Adopted | Failed]:
+        """`adopt_segment` for a checkpoint; but what the giver cannot give does not fail the ticket."""
+        take = partial(self._level.adopt_checkpoint, giver, key, may_link=may_link)
+        return self._adopt(ticket, key, giver.root / checkpoint_path(key), take, is_needed=False)
+
+    def _adopt(
+        self, ticket: int, key: Key, source: Path, take: Callable[[], PendingFile], *, is_needed: bool
+    ) -> Future[Adopted | Failed]:
         def work() -> Adopted | Failed:
             entry = self._tickets.setdefault(ticket, _Ticket())
             if entry.failed is not None:
                 return entry.failed
             entry.keys.append(key)
             try:
-                file = self._level.adopt_segment(giver, key, stage, may_link=may_link)
+                file = take()
             except (DamagedFile, OSError) as error:
-                if isinstance(error, OSError) and str(error.filename) != str(giver.root / segment_path(key, stage)):
+                if isinstance(error, OSError) and str(error.filename) != str(source):
                     raise  # it is this level that failed
-                return self._fail(ticket, replace(_failed(error), giver=not_read(error)))
+                failed = replace(_failed(error), giver=not_read(error))
+                return self._fail(ticket, failed) if is_needed else failed
             entry.files.append(file)
             return Adopted(bytes=file.size, linked=file.linked)
 
         return self._submit(work, partial(self._fail, ticket))
 
     def commit(self, ticket: int, manifest: Manifest, *, ids_only: bool = False) -> Future[Committed | Failed]:
-        """Make the ticket's segments durable, then the manifest. Fails if a segment failed. Ends the ticket.
+        """Make the ticket's files durable, then the manifest. Fails if one of them failed. Ends the ticket.
 
-        Fails too when a segment that was there before is not any more, unless `ids_only`.
+        Fails too when a file that was there before is not any more, unless `ids_only`.
         """
         entry = _Ticket()
 
@@ -263,7 +235,7 @@ class Writer:
         return self._submit(work)
 
     def drop(self, serials: Sequence[int], keys: Sequence[Key]) -> Future[Dropped | Failed]:
-        """Remove manifests, then segments, durably (see `Level.drop`)."""
+        """Remove manifests, then segments and checkpoints, durably (see `Level.drop`)."""
         return self._submit(lambda: Dropped(bytes=self._level.drop(serials, keys, self._syncers)))
 
     def remove_files(self, paths: Sequence[str]) -> Future[Dropped | Failed]:
@@ -273,6 +245,10 @@ class Writer:
     def quarantine(self, key: Key, stage: int) -> Future[Quarantined | Failed]:
         """Set a damaged segment file aside."""
         return self._submit(lambda: Quarantined(found=self._level.quarantine_segment(key, stage)))
+
+    def quarantine_checkpoint(self, key: Key) -> Future[Quarantined | Failed]:
+        """Set a damaged checkpoint file aside."""
+        return self._submit(lambda: Quarantined(found=self._level.quarantine_checkpoint(key)))
 
     def quarantine_manifest(self, serial: int) -> Future[Quarantined | Failed]:
         """Set a damaged manifest aside."""

@@ -1,0 +1,190 @@
+"""Restore memory that cannot be cut: rows up to a checkpoint, then the checkpoint; and go back in a slot that lives.
+
+The ladder of such memory: what is damaged is set aside, and the deepest checkpoint that is left takes its place, with
+the rows that were verified already. When none is left, or without the ladder, the slot keeps what it could go on with
+before, or is emptied and the prompt is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from strata.cache.disk import DiskLevel
+from strata.cache.entries import HeldCheckpoint
+from strata.cache.ladder import Climb, Found, Ladder, Plan, Restored
+from strata.cache.restoring import Applied, Fault, Restoring
+from strata.errors import EngineGone
+from strata.rules.restore import Rung
+from strata.store.format import CheckpointHeader
+from strata.store.reader import Damaged, Loaded, Missing, NotRead
+from strata.types import BLOCK_BYTES, Span, pad_to_page
+
+log = logging.getLogger("strata.cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bad:
+    """Why a checkpoint could not be used. `file`: its file is damaged, and is there."""
+
+    fault: Fault
+    reason: str
+    file: bool = False
+
+
+class Resuming(Ladder):
+    """The ladder of an engine whose memory cannot be cut. RAM keeps nothing of it."""
+
+    async def restore(self, slot: int, found: Found, keep: int) -> Restored:
+        """Bring `slot`, which holds exactly [0, keep), to the checkpoint of `found`, or to an earlier one.
+
+        Raises EngineGone when the engine ends meanwhile; everything else is in the outcome.
+        """
+        climb = Climb(slot=slot, found=found, before=keep, held=keep)
+        restored = await self._whole(climb, rows=keep)
+        self._count(climb, restored)
+        return restored
+
+    async def go_back(self, slot: int, found: Found, rows: int) -> Restored:
+        """Bring `slot` back to the checkpoint of `found`: its first `rows` tokens are the prompt's, and no more.
+
+        Where rows are missing for an earlier checkpoint or it is damaged, it ends empty.
+        """
+        return await self._whole(Climb(slot=slot, found=found, before=0, held=0), rows=rows)
+
+    async def _whole(self, climb: Climb, rows: int) -> Restored:
+        began = time.perf_counter()
+        try:
+            await self._climb(climb, rows)
+        except EngineGone:
+            raise
+        except Exception:  # the seam where whatever goes wrong in a restore ends that, and not the request
+            log.exception("a restore broke; the prompt is read")
+            climb.failed.append("it broke")
+            await self._fall_back(climb)
+        return Restored(
+            held=climb.held,
+            kept=climb.before,
+            seconds=time.perf_counter() - began,
+            bytes_by_level=dict(climb.bytes_by_level),
+            failed=tuple(climb.failed),
+            bad=tuple(climb.bad),
+        )
+
+    async def _climb(self, climb: Climb, rows: int) -> None:
+        found: Found | None = climb.found
+        rung = Rung.WHOLE
+        while found is not None:
+            plan, checkpoint = replace(self._plan_of(found), rung=rung), found.match.checkpoint
+            if found.disk is None or checkpoint is None or plan.upto != checkpoint.position:
+                break
+            found.disk.counters.hits += rung is Rung.WHOLE
+            with self._leased(found, plan, checkpoint.key):
+                fault, rows = await self._resume(climb, plan, found.disk, checkpoint, rows)
+            if fault is None:
+                climb.held = checkpoint.position
+                climb.used += [] if rung is Rung.WHOLE else [rung]
+                return
+            rung = Rung.GOOD_PART
+            found = self._next(climb) if self.climbs and fault is not Fault.NO_MEMORY else None
+        await self._fall_back(climb)
+
+    def _next(self, climb: Climb) -> Found | None:
+        """What reaches furthest now, if that is further than what the slot held before."""
+        at = climb.found
+        offers = [replace(at, match=d.index.resume_point(at.root, at.tokens), disk=d) for d in self._disks]
+        best = max(offers, key=lambda found: found.upto)
+        return best if best.upto > climb.before else None
+
+    async def _fall_back(self, climb: Climb) -> None:
+        """What the slot held before, if it can still go on with that; else nothing."""
+        done = await self._engine.trim(climb.slot, climb.before)
+        if not done.ok or done.held != climb.before:
+            climb.before = 0
+            await self._engine.trim(climb.slot, 0)
+        climb.held = climb.before
+        climb.bytes_by_level.clear()
+        climb.used.append(Rung.READ)
+
+    # ----------------------------------------------------------------------------------------------------- one attempt
+
+    async def _resume(
+        self, climb: Climb, plan: Plan, disk: DiskLevel, checkpoint: HeldCheckpoint, rows: int
+    ) -> tuple[Fault | None, int]:
+        """What kept the slot from resuming at `checkpoint`, None when it did; and the rows that it holds then."""
+        header = await self._header(disk, checkpoint)
+        if isinstance(header, _Bad):
+            return self._lose(climb, plan, disk, checkpoint, header), rows
+        if self._engine.info.stages and rows < plan.upto:
+            applied = await self._apply_rows(climb, plan, rows)
+            climb.bytes_by_level.update(applied.bytes_by_level)
+            rows = applied.held
+            if applied.bad is not None or rows < plan.upto:
+                self._fail(climb, plan, applied.bad)
+                return (applied.bad.fault if applied.bad is not None else Fault.NO_MEMORY), rows
+        for i in range(len(header.blocks)):
+            bad = await self._put(climb.slot, disk, header, i)
+            if bad is not None:
+                return self._lose(climb, plan, disk, checkpoint, bad), rows
+        climb.bytes_by_level[disk.name] += checkpoint.n_bytes
+        return None, rows
+
+    async def _apply_rows(self, climb: Climb, plan: Plan, rows: int) -> Applied:
+        restoring = Restoring(engine=self._engine, ram=None, blocks=self._pool, slot=climb.slot)
+        return await restoring.run(plan.path, rows, plan.upto)
+
+    async def _header(self, disk: DiskLevel, checkpoint: HeldCheckpoint) -> CheckpointHeader | _Bad:
+        header = await asyncio.wrap_future(disk.reader.checkpoint_header(checkpoint.key))
+        if not isinstance(header, CheckpointHeader):
+            return _not_read(header)
+        expected = (checkpoint.position, checkpoint.n_bytes, BLOCK_BYTES)
+        if (header.position, header.n_bytes, header.block_bytes) != expected:
+            return _Bad(fault=Fault.DAMAGED, reason=f"unexpected header {header!r}", file=True)
+        return header
+
+    async def _put(self, slot: int, disk: DiskLevel, header: CheckpointHeader, index: int) -> _Bad | None:
+        """Read, verify and apply one block; the engine must confirm the last one."""
+        length = header.blocks[index].length
+        spans = await self._pool.take((self._engine.info.head_room + pad_to_page(length),))
+        if spans is None:
+            return _Bad(fault=Fault.NO_MEMORY, reason="there is no memory to read it into")
+        work = asyncio.ensure_future(self._put_span(slot, disk, header, index, spans[0]))
+        # Also when nobody waits any more: the threads and the engine use the memory until then.
+        work.add_done_callback(lambda _: self._pool.give_back(spans))
+        return await asyncio.shield(work)
+
+    async def _put_span(
+        self, slot: int, disk: DiskLevel, header: CheckpointHeader, index: int, span: Span
+    ) -> _Bad | None:
+        read = await asyncio.wrap_future(disk.reader.block(header, index, self._pool.place(span)))
+        if not isinstance(read, Loaded):
+            return _not_read(read)
+        generation = self._engine.generation
+        offset = index * BLOCK_BYTES
+        done = await self._engine.apply_checkpoint(
+            slot, position=header.position, offset=offset, total=header.n_bytes, span=span
+        )
+        is_last = index == len(header.blocks) - 1
+        if done.ok and (not is_last or done.held == header.position):
+            return None
+        if self._engine.generation != generation:
+            raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
+        reason = done.reason or f"the slot holds {done.held} positions instead of {header.position}"
+        return _Bad(fault=Fault.REFUSED, reason=reason)
+
+    def _lose(self, climb: Climb, plan: Plan, disk: DiskLevel, checkpoint: HeldCheckpoint, bad: _Bad) -> Fault:
+        """A checkpoint cannot be used: set it aside, once; count, log and tell it."""
+        text = f"the checkpoint at {checkpoint.position} of {disk.name}: {bad.reason}"
+        self._note_failure(climb, plan.rung, text)
+        if bad.fault is not Fault.NO_MEMORY and disk.index.holds(checkpoint.key):
+            disk.set_aside_checkpoint(checkpoint.key, damaged=bad.file)
+            if bad.fault is Fault.DAMAGED:
+                self._tell(climb.found, "quarantine", text)
+        return bad.fault
+
+
+def _not_read(problem: NotRead) -> _Bad:
+    fault = Fault.DAMAGED if isinstance(problem, Damaged | Missing) else Fault.UNREADABLE
+    return _Bad(fault=fault, reason=problem.reason, file=isinstance(problem, Damaged))

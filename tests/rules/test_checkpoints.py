@@ -1,0 +1,55 @@
+"""Where checkpoints are taken, and which of them stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.rules.checkpoints import CheckpointLimits, kept, root_position, to_take
+
+LIMITS = CheckpointLimits(keep=6, every=1000, root=100)
+
+
+@pytest.mark.parametrize(
+    ("openers", "least", "root"),
+    [([], 10, None), ([5, 30, 90], 10, 30), ([5, 30], 31, None), ([5, 30], 0, 5), ([30], 30, 30)],
+)
+def test_the_root_is_the_first_opener_that_is_deep_enough(openers: list[int], least: int, root: int | None) -> None:
+    assert root_position(openers, least) == root
+
+
+@pytest.mark.parametrize(
+    ("positions", "root", "keep", "stay"),
+    [
+        ([], None, 6, ()),
+        ([3, 1, 2], None, 6, (1, 2, 3)),
+        ([1, 2, 3, 4], None, 2, (3, 4)),
+        ([1, 2, 3, 4], 1, 2, (1, 4)),
+        ([1, 2, 3, 4], 2, 3, (2, 3, 4)),
+        ([1, 2, 3, 4], 1, 1, (4,)),
+        ([1, 2, 3, 4], 9, 2, (3, 4)),
+    ],
+)
+def test_the_deepest_stay_and_the_root(
+    positions: list[int], root: int | None, keep: int, stay: tuple[int, ...]
+) -> None:
+    assert kept(positions, root=root, keep=keep) == stay
+
+
+def test_a_prompt_is_read_up_to_its_root_its_frontier_and_the_multiples() -> None:
+    assert to_take(2500, [50, 150, 2400], LIMITS, held=0, stored=()) == (150, 1000, 2000, 2400)
+
+
+def test_what_the_slot_holds_and_what_is_stored_is_not_taken_again() -> None:
+    assert to_take(2500, [50, 150, 2400], LIMITS, held=1000, stored={2000}) == (2400,)
+
+
+def test_what_would_not_stay_is_not_taken() -> None:
+    few = CheckpointLimits(keep=3, every=1000, root=100)
+    # The end of the turn takes the third place.
+    assert to_take(9500, [150, 9400], few, held=0, stored=()) == (150, 9400)
+    assert to_take(9500, [150, 9400], CheckpointLimits(keep=1), held=0, stored=()) == ()
+
+
+def test_a_prompt_without_turns_is_read_in_one_go() -> None:
+    assert to_take(900, [], LIMITS, held=0, stored=()) == ()
+    assert to_take(900, [], CheckpointLimits(every=0), held=0, stored=()) == ()

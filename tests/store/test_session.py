@@ -423,7 +423,8 @@ def states_after(disk: type[CrashFS], crash: str) -> Iterator[tuple[int, int | N
             for n_tokens in (300, 500):
                 save(folder, conversation(1, n_tokens))
                 acknowledged = n_tokens
-        for after in getattr(fs, crash)():
+        for state in getattr(fs, crash)():
+            after = state()
             folder = SessionFolder.open(root, fs=after)
             assert {entry.name for entry in after.entries(root)} <= {NAME}
             try:

@@ -101,8 +101,8 @@ COLD_ONLY_FILES = [
     ("seg/<2 hex>/<key>.s0.seg", 376832),
     ("seg/<2 hex>/<key>.s0.seg", 5906432),
     ("seg/<2 hex>/<key>.s0.seg", 5906432),
-    ("strata-conv-<serial>.meta", 1512),
-    ("strata-conv-<serial>.meta", 1620),
+    ("strata-conv-<serial>.meta", 1526),
+    ("strata-conv-<serial>.meta", 1634),
 ]
 COLD_ONLY_LINES = [
     "INFO park: 260 of 260 tokens, slot 0 -> cold",

@@ -446,7 +446,9 @@ def test_a_file_that_changes_between_the_passes_is_refused_and_leaves_the_slot_e
             if step in ("trim", "apply answered") and step not in changed:
                 changed.append(step)
                 if len(changed) == wanted:
-                    path.write_bytes(good[: len(good) // 2] + b"!" * 9 + good[len(good) // 2 + 9 :])
+                    with path.open("r+b") as file:  # in place: readers of this moment find the file as long as before
+                        file.seek(len(good) // 2)
+                        file.write(b"!" * 9)
 
         for wanted in (1, 2):
             path.write_bytes(good)

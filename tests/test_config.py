@@ -12,6 +12,7 @@ import pytest
 from strata import coherence
 from strata.config import SETTINGS, Config, env_name, info_line
 from strata.errors import ConfigError
+from strata.serve.wiring import Server
 from strata.sources import load
 from strata.store import names
 
@@ -261,6 +262,21 @@ def test_an_unknown_environment_variable_is_a_warning() -> None:
     assert [w for w in config.warnings if "STRATA_PROT" in w and "STRATA_PORT" in w] == list(config.warnings)
     assert len(config.warnings) == 1
     assert config.port == 8080
+
+
+def test_the_agenda_s_knobs_reach_the_engine_from_the_environment_and_from_flags() -> None:
+    plain = Server(load(DEMO, {}))._settings()
+    assert (plain.agenda, plain.agenda_chunk, plain.agenda_budget, plain.agenda_age, plain.decode_share) == (
+        False, 512, 520, 4, None
+    )  # fmt: skip
+    environ = {"STRATA_BATCH_AGENDA": "1", "STRATA_BATCH_AGENDA_CHUNK": "64", "STRATA_BATCH_AGENDA_BUDGET": "72"}
+    environ |= {"STRATA_BATCH_AGENDA_AGE": "2", "STRATA_BATCH_DECODE_SHARE": "0.5"}
+    set_ = Server(load(flags(batch_agenda_age="3"), environ))._settings()
+    assert (set_.agenda, set_.agenda_chunk, set_.agenda_budget, set_.agenda_age, set_.decode_share) == (
+        True, 64, 72, 3, 0.5
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="STRATA_BATCH_DECODE_SHARE is '1'"):
+        load(DEMO, {"STRATA_BATCH_DECODE_SHARE": "1"})
 
 
 @pytest.mark.parametrize(("text", "is_on"), [(None, False), ("", False), ("0", False), ("1", True)])

@@ -21,6 +21,7 @@ from strata.settings import (
     KEY,
     KV,
     MODEL,
+    SHARE,
     SWITCH,
     TURN_TOKEN,
     Kind,
@@ -74,6 +75,22 @@ class Config:
     gpu_layers: int | None = field(default=None, metadata=_is(whole(0, 9999, auto=True), "layers kept on the GPU"))
     batch_size: int = field(
         default=512, metadata=_is(whole(32, 512), "most prompt tokens read in one step; slow machines read fewer")
+    )
+    batch_agenda: bool = field(
+        default=False, metadata=_is(SWITCH, "share steps between writing and reading by tokens, not by time")
+    )
+    batch_agenda_chunk: int = field(
+        default=512, metadata=_is(whole(0, 512), "with the agenda: most prompt tokens of a step; 0 = a full batch")
+    )
+    batch_agenda_budget: int = field(
+        default=520, metadata=_is(whole(1, 1 << 20), "with the agenda: tokens of a step, written and read together")
+    )
+    batch_agenda_age: int = field(
+        default=4, metadata=_is(whole(0, 1 << 20), "with the agenda: steps until a starved prompt is read; 0 = never")
+    )
+    batch_decode_share: float | None = field(
+        default=None,
+        metadata=_is(SHARE, "share of the time that writing gets while a prompt is read; set, it wins over the agenda"),
     )
     turn_token: str = field(
         default="auto", metadata=_is(TURN_TOKEN, "token that opens a turn; auto = found from the chat template")

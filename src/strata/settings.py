@@ -99,6 +99,11 @@ def _matching(pattern: str) -> Callable[[str], str]:
     return parse
 
 
+SHARE = Kind(
+    metavar="F|auto",
+    expects='a number from 0 up to, but not including, 1, or "auto"',
+    parse=lambda text: None if text == "auto" else _parse_fraction(text),
+)
 FRACTION = Kind(metavar="F", expects="a number from 0 up to, but not including, 1", parse=_parse_fraction)
 SWITCH = Kind(metavar="on|off", expects="one of 1, true, on, yes, 0, false, off, no", parse=_parse_switch)
 FOLDER = Kind(metavar="DIR", expects="a path", parse=_parse_path)

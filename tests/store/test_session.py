@@ -48,9 +48,14 @@ def payload(index: int, n_bytes: int) -> bytes:
     return np.random.default_rng(index).bytes(n_bytes)
 
 
+def any_block(plan: SessionPlan) -> memoryview:
+    """Memory that any one block fits."""
+    return aligned_buffer(max(block.padded for block in plan.blocks))
+
+
 def payloads(plan: SessionPlan, fail_at: int | None = None) -> Iterator[memoryview]:
     """Dirty memory that is used again and again, as the arena is."""
-    view = aligned_buffer(plan.most_block_bytes)
+    view = any_block(plan)
     for i, block in enumerate(plan.blocks):
         if i == fail_at:
             raise RuntimeError("no more")
@@ -69,7 +74,7 @@ def save(
 def load(folder: SessionFolder, name: str = NAME, owner: str = "") -> tuple[SessionFile, list[bytes]]:
     """Both passes."""
     file = folder.open_file(owner, name, most_tokens=MOST_TOKENS)
-    view = aligned_buffer(file.plan.most_block_bytes)
+    view = any_block(file.plan)
     folder.check_blocks(file, view)
     folder.check_unchanged(file)
     blocks = []

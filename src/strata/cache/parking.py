@@ -33,6 +33,7 @@ from strata.rules.placement import (
     allocation_failed,
     skip_line,
     transient_line,
+    writer_refused,
 )
 from strata.store.format import CheckpointEntry
 from strata.types import Key, Segment, Tokens
@@ -276,8 +277,8 @@ class Parking:
         assert desk.disk is not None, "placed on disk without a disk level"
         if not outcome.durable:
             desk.counters.refused += 1
-            if desk.kept.anywhere(self._keys):
-                self._placed = replace(placed, destination=Destination.DROP)  # another copy of it is
+            facts = replace(self._facts, durable_below=desk.kept.anywhere(self._keys))
+            self._placed = writer_refused(facts, placed)
             self.give_up(outcome.reason)
             return
         transient = placed.destination is Destination.DISK_TRANSIENT

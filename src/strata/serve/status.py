@@ -25,5 +25,6 @@ def arena_status(arena: Arena) -> dict[str, object]:
         "limit_bytes": arena.limit_bytes,
         "reserved_bytes": arena.reserved_bytes,
         "touched_bytes": arena.touched_bytes,
+        "asked_large_bytes": arena.asked_large_bytes,
         "used_bytes": arena.used_bytes,
     }

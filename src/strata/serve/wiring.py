@@ -188,6 +188,11 @@ class Server:
             gpu_layers=config.gpu_layers,
             read_chunk=config.batch_size,
             turn_token=config.turn_token,
+            agenda=config.batch_agenda,
+            agenda_chunk=config.batch_agenda_chunk,
+            agenda_budget=config.batch_agenda_budget,
+            agenda_age=config.batch_agenda_age,
+            decode_share=config.batch_decode_share,
         )
 
     def _on_restart(self, info: EngineInfo) -> None:

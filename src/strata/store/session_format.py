@@ -123,11 +123,6 @@ class SessionPlan:
         return len(self.blocks)
 
     @property
-    def most_block_bytes(self) -> int:
-        """Memory that any one block needs: whole pages."""
-        return max(block.padded for block in self.blocks)
-
-    @property
     def table_offset(self) -> int:
         return self.blocks[-1].offset + self.blocks[-1].padded
 

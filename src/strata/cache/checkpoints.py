@@ -6,10 +6,11 @@ the reason, and its position cannot be resumed later.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.cache.blocks import BlockPool
 from strata.cache.counters import CacheCounters
@@ -114,6 +115,14 @@ class CheckpointTaker:
         self._counters.checkpoints_taken += 1
         self._counters.captured_bytes += n_bytes
         return captured
+
+    async def copy(self, captured: Captured) -> Captured | None:
+        """The same once more, for another level; its blocks belong to the caller. None: there is no room for it."""
+        spans = self._pool.try_take(tuple(span.length for span in captured.spans), "park")
+        if spans is None:
+            return None
+        await asyncio.to_thread(self._pool.copy, captured.spans, spans)
+        return replace(captured, spans=spans)
 
     async def put_back(self, slot: int, captured: Captured) -> int:
         """Bring a slot, which still holds its rows, back to a captured checkpoint; the positions it holds then."""

@@ -88,7 +88,7 @@ class Placing:
             fits, evictable_bytes = ram.fits(room, supersedes=old), ram.evictable_bytes(keys)
         facts = desk.admission.facts(
             ram_need_bytes=ram_need,
-            transient_need_bytes=transient_need_bytes(desk, segments, to_write),
+            transient_need_bytes=transient_need_bytes(desk.engine, desk.pool, segments, to_write),
             evictable_bytes=evictable_bytes,
             fits_budget=fits,
             disk_usable=disk is not None and (disk.usable or ram is None) and not refused,

@@ -32,7 +32,7 @@ from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
 from strata.cache.room import own_bytes
 from strata.cache.status import over_budget
-from strata.engine.fake import BASE_BYTES, OPENER
+from strata.engine.fake_model import BASE_BYTES, OPENER
 from strata.rules import prefix
 from strata.store.names import segment_path
 from strata.types import MIB, Key, Tokens

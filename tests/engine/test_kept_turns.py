@@ -125,7 +125,7 @@ async def twin(wanted: EngineSettings, stops: list[int]) -> str:
     ("name", "options"),
     [
         ("qwen35", {}),
-        ("qwen35", {"stages": (4, 4)}),
+        ("qwen35", {"layer_split": (1, 1)}),
         ("lfm2", {}),
         ("lfm2_window", {}),
         ("mamba", {}),

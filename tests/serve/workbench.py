@@ -23,7 +23,8 @@ from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
 from strata.cache.system_prompts import LEVEL_NAME, SystemPromptLimits
-from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
+from strata.engine.fake import FakeEngine, FakeRun
+from strata.engine.fake_model import BASE_BYTES, next_state
 from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
 from strata.rules import prefix

@@ -19,7 +19,7 @@ from strata.cache.entries import Conversation
 from strata.cache.state import LevelIndex
 from strata.rules.eviction import Eviction
 from strata.store.hashing import Hasher
-from strata.types import Key, Segment, Span, Tokens
+from strata.types import Key, Segment, Span, StageShape, Tokens
 
 Blocks = tuple[tuple[Span, ...], ...]
 """The blocks of a segment in the arena: [block][stage]."""
@@ -165,7 +165,12 @@ class RamLevel:
         self._promised += conversations
 
     def add_segment(
-        self, segment: Segment, tokens: Tokens, blocks: Blocks, payload_bytes: Sequence[Sequence[int]]
+        self,
+        segment: Segment,
+        tokens: Tokens,
+        blocks: Blocks,
+        payload_bytes: Sequence[Sequence[int]],
+        stages: tuple[StageShape, ...],
     ) -> None:
         """Keep a captured segment, which the caller leases after this. `payload_bytes`: by [block][stage]."""
         if self.index.holds(segment.key):
@@ -186,7 +191,7 @@ class RamLevel:
         digests = self._hasher.digests(views)
         self._held[segment.key] = _Held(blocks=blocks, payloads=payloads, digests=digests)
         self._used_bytes += n_bytes
-        self.index.add_segment(segment, tokens, n_bytes)
+        self.index.add_segment(segment, tokens, n_bytes, stages)
 
     def add_conversation(
         self,

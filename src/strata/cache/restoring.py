@@ -23,7 +23,7 @@ from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, Missing, NotRead
-from strata.types import BLOCK_BYTES, MIB, Key, Span, Tokens, pad_to_page
+from strata.types import BLOCK_BYTES, MIB, Key, Span, StageShape, Tokens, pad_to_page
 
 READ_AHEAD_BYTES = 64 * MIB
 """Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen."""
@@ -93,6 +93,15 @@ class _Block:
     def key(self) -> Key:
         return self.planned.held.key
 
+    @property
+    def stages(self) -> tuple[StageShape, ...]:
+        return self.planned.held.stages
+
+    @property
+    def payload_bytes(self) -> list[int]:
+        """By stage."""
+        return [stage.payload_bytes(self.end - self.start) for stage in self.stages]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready:
@@ -155,7 +164,7 @@ class Restoring:
         disk, held = planned.disk, planned.held
         if disk is None:
             return ()
-        shapes = self._engine.info.stages
+        shapes = held.stages
         outcomes = await asyncio.gather(
             *(asyncio.wrap_future(disk.reader.header(held.key, stage)) for stage in range(len(shapes)))
         )
@@ -219,11 +228,8 @@ class Restoring:
             await self._drain(loads)
             await asyncio.gather(*(task for _, task in applies), return_exceptions=True)
 
-    def _payload_bytes(self, block: _Block) -> list[int]:
-        return [stage.payload_bytes(block.end - block.start) for stage in self._engine.info.stages]
-
     def _count(self, block: _Block) -> None:
-        self._applied_bytes[block.planned.level] += sum(self._payload_bytes(block))
+        self._applied_bytes[block.planned.level] += sum(block.payload_bytes)
 
     async def _load(self, block: _Block) -> _Ready | BadSegment:
         """One verified block, all stages, in the arena."""
@@ -232,12 +238,12 @@ class Restoring:
         assert self._ram is not None, "a block was planned from RAM"
         # Another restore may have set it aside, or found another copy for it, meanwhile.
         is_there = self._ram.index.held(block.key) is block.planned.held
-        if is_there and await self._ram.is_intact(block.key, block.index, self._payload_bytes(block)):
+        if is_there and await self._ram.is_intact(block.key, block.index, block.payload_bytes):
             return _Ready(spans=self._ram.blocks(block.key)[block.index], ours=False)
         return BadSegment(planned=block.planned, fault=Fault.DAMAGED, reason="its copy in RAM has changed")
 
     async def _read(self, block: _Block, disk: DiskLevel) -> _Ready | BadSegment:
-        spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start))
+        spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start, block.stages))
         if spans is None:
             reason = "there is no memory to read it into"
             return BadSegment(planned=block.planned, fault=Fault.NO_MEMORY, reason=reason)
@@ -266,6 +272,7 @@ class Restoring:
                 upto=upto,
                 spans=ready.spans,
                 tokens=block.tokens,
+                stages=block.stages,
             )
         finally:
             self._give_back(ready)
@@ -290,14 +297,15 @@ class Restoring:
 
 def window(engine: Engine) -> int:
     """Blocks on their way between disk and engine at once."""
-    block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
+    block_bytes = sum(block_lengths(engine, engine.info.block_tokens, engine.info.stages))
     return min(16, max(2, READ_AHEAD_BYTES // max(1, block_bytes)))
 
 
 def need_bytes(engine: Engine, match: Match) -> int:
     """Arena bytes that a restore of these segments from disk, and of a checkpoint behind them, holds at once."""
-    longest = max(held.segment.n_tokens for held in match.path)
-    rows = window(engine) * sum(block_lengths(engine, min(longest, engine.info.block_tokens)))
+    most = engine.info.block_tokens
+    blocks = (sum(block_lengths(engine, min(held.segment.n_tokens, most), held.stages)) for held in match.path)
+    rows = window(engine) * max(blocks)
     if match.checkpoint is None:
         return rows
     return max(rows, engine.info.head_room + pad_to_page(min(match.checkpoint.n_bytes, BLOCK_BYTES)))
@@ -310,7 +318,7 @@ def planned_bytes(engine: Engine, plan: Sequence[Planned], held: int, upto: int)
         segment = planned.held.segment
         for start, end in prefix.blocks(segment.start, segment.end, info.block_tokens):
             if end > held and start < upto:
-                found[planned.level] += sum(stage.payload_bytes(end - start) for stage in info.stages)
+                found[planned.level] += sum(stage.payload_bytes(end - start) for stage in planned.held.stages)
     return dict(found)
 
 

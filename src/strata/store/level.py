@@ -208,8 +208,9 @@ class Level:
 
         A directory that was removed or replaced is made and locked anew. LevelError when another process has it.
         """
-        stages = range(len(manifest.stages))
-        paths = [segment_path(key, stage) for key in manifest.keys for stage in stages]
+        counts = (len(manifest.stages_of(i)) for i in range(len(manifest.keys)))
+        files = zip(manifest.keys, counts, strict=True)
+        paths = [segment_path(key, stage) for key, n_stages in files for stage in range(n_stages)]
         paths += map(checkpoint_path, manifest.checkpoint_keys)
         if self._lock.is_in_place() and all(map(self._exists, paths)):
             return
@@ -291,6 +292,10 @@ class Level:
         """What the files of a segment take on disk."""
         return sum(self._account.of(path) for path in self._paths_of(key))
 
+    def stages_of(self, key: Key) -> list[int]:
+        """The stages of a segment of which there are files."""
+        return [stage for stage in range(MAX_STAGES) if segment_path(key, stage) in self._account]
+
     def has(self, what: int | Key) -> bool:
         """Whether the account has a file of a manifest, by serial, or of a segment or checkpoint."""
         return bool(self._paths_of(what)) if isinstance(what, bytes) else manifest_name(what) in self._account
@@ -302,7 +307,7 @@ class Level:
         return False
 
     def _paths_of(self, key: Key) -> list[str]:
-        names = (*(segment_path(key, stage) for stage in range(MAX_STAGES)), checkpoint_path(key))
+        names = (*(segment_path(key, stage) for stage in self.stages_of(key)), checkpoint_path(key))
         return [path for path in names if path in self._account]
 
     def _names_for(self, header: FileHeader) -> tuple[str, str]:

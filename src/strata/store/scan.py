@@ -270,7 +270,7 @@ def _incomplete(
         if files is None:
             return f"{where} is missing"
         n_tokens, block_tokens = segment.n_tokens, manifest.block_tokens
-        sizes = (segment_file_bytes(shape, 0, n_tokens, block_tokens) for shape in manifest.stages)
+        sizes = (segment_file_bytes(shape, 0, n_tokens, block_tokens) for shape in manifest.stages_of(i))
         if files.sizes != tuple(enumerate(sizes)):
             return f"{where} has the wrong size or number of stages"
     if manifest.checkpoints and len(lost_checkpoints) == len(manifest.checkpoints):

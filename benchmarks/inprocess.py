@@ -124,7 +124,9 @@ class Bench:
         """Arena spans for the first `n_tokens` of a slot, block by block."""
         found = []
         for start, end in prefix.blocks(0, n_tokens, self.engine.info.block_tokens):
-            spans = [self.arena.alloc(length) for length in block_lengths(self.engine, end - start)]
+            spans = [
+                self.arena.alloc(length) for length in block_lengths(self.engine, end - start, self.engine.info.stages)
+            ]
             assert all(span is not None for span in spans), "the benchmark's arena is too small"
             found.append(Block(start=start, end=end, spans=tuple(span for span in spans if span is not None)))
         return found

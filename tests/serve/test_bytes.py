@@ -71,7 +71,9 @@ async def state(shop: Workshop, arena: Arena, slot: int, tokens: Tokens) -> byte
     """Everything a slot holds, in canonical form, without the padding."""
     info, found = shop.engine.info, b""
     for start, end in prefix.blocks(0, len(tokens), info.block_tokens):
-        spans = tuple(span for n in block_lengths(shop.engine, end - start) if (span := arena.alloc(n)) is not None)
+        spans = tuple(
+            span for n in block_lengths(shop.engine, end - start, info.stages) if (span := arena.alloc(n)) is not None
+        )
         assert (await shop.engine.capture(slot, start, end, spans)).ok
         for span, stage in zip(spans, info.stages, strict=True):
             found += arena.view(span)[info.head_room :][: stage.payload_bytes(end - start)].tobytes()

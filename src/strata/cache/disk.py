@@ -116,8 +116,7 @@ class DiskLevel:
         `Put.missing`: keys of segments and checkpoints alike, but for what has no file. `born`: see Conversation.
         """
         sizes = manifest.objects
-        absent = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
-        missing = frozenset(key for key in absent if not self.index.holds(key))
+        missing = frozenset(k for k, n in sizes.items() if n and not (k in self._coming or self.index.holds(k)))
         unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
         too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
         put = Put(
@@ -133,7 +132,7 @@ class DiskLevel:
         self.index.lease(tuple(sizes))
         for key in missing:
             self._coming.begin(key, put.ticket)
-            for stage in in_the_way(self.level, self.index, key, len(manifest.stages), self._unusable.pop(key, [])):
+            for stage in in_the_way(self.level, self.index, manifest, key, self._unusable.pop(key, None)):
                 self.writer.quarantine(key, stage)
         self.make_room(0 if too_large else put.unwritten_bytes)
         self._puts.add(put)
@@ -352,6 +351,7 @@ class DiskLevel:
         """Never serve a bad segment again. `stages`: its damaged files, which are renamed, never deleted."""
         n_bytes = self.index.bytes_of(key)
         self.index.remove_segments([key])
+        self._unusable.setdefault(key, [])
         if not stages:
             self.index.note_bytes(key, n_bytes)  # the files stay, and go when their conversations go
             return

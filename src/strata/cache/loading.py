@@ -48,12 +48,12 @@ def load(index: LevelIndex, scan: Scan, identity: bytes, *, name: str, is_archiv
 def _load_manifest(index: LevelIndex, scan: Scan, manifest: Manifest, allocated_bytes: int) -> dict[Key, list[int]]:
     ids = manifest.token_ids
     unusable: dict[Key, list[int]] = {}
-    for i, (segment, expected) in enumerate(zip(manifest.segments, manifest.file_bytes, strict=True)):
-        stages = manifest.stages_of(i)
-        files = scan.segments.get(segment.key) if stages else NO_FILES
+    for segment in manifest.segments:
+        files = scan.segments.get(segment.key) if manifest.stages else NO_FILES
         if files is None:
             continue
-        if len(files.sizes) != len(stages) or sum(size for _, size in files.sizes) != expected:
+        stages = scan.splits.get(segment.key) if manifest.stages else ()
+        if stages is None:
             unusable[segment.key] = [stage for stage, _ in files.sizes]
             continue
         index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes, stages)

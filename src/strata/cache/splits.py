@@ -6,7 +6,7 @@ A segment's key does not depend on the split that it was written under, so one t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from strata.cache.state import LevelIndex
 from strata.store.format import Manifest
@@ -23,11 +23,13 @@ def as_held(index: LevelIndex, manifest: Manifest, *, but: Collection[Key] = ())
     return manifest.with_splits([manifest.stages_of(i) if one is None else one.stages for i, one in enumerate(held)])
 
 
-def in_the_way(level: Level, index: LevelIndex, key: Key, n_stages: int, unusable: Sequence[int]) -> list[int]:
-    """The stages whose files must be set aside before the segment is written anew in `n_stages` files.
+def in_the_way(level: Level, index: LevelIndex, manifest: Manifest, key: Key, unusable: list[int] | None) -> list[int]:
+    """The stages whose files must be set aside before a segment of `manifest` is written anew.
 
-    `unusable`: those known to be of a wrong size. What is left of a split into more stages would make the new files
-    look like another segment's; the others are replaced.
+    `unusable`: those of a wrong size, of a segment that is known to be lost. What is left of a split into more stages
+    would make the new files look incomplete; the others are replaced.
     """
-    left = level.stages_of(key) if index.bytes_of(key) else []
-    return sorted({*unusable, *(stage for stage in left if stage >= n_stages)})
+    if unusable is None and not index.bytes_of(key):
+        return []
+    n_stages = len(manifest.stages_of(manifest.keys.index(key))) if key in manifest.keys else 0
+    return sorted({*(unusable or ()), *(stage for stage in level.stages_of(key) if stage >= n_stages)})

@@ -34,7 +34,6 @@ from strata.cache.room import own_bytes
 from strata.cache.status import over_budget
 from strata.engine.fake_model import BASE_BYTES, OPENER
 from strata.rules import prefix
-from strata.store.names import segment_path
 from strata.types import MIB, Key, Tokens
 
 SLOTS = 3
@@ -351,7 +350,7 @@ class Machine(RuleBasedStateMachine):
         path.write_bytes(data)
         keys = {key for disk in self.cache.disks for c in disk.index.conversations() for key in c.keys}
         for key in keys:
-            if path.name == Path(segment_path(key, 0)).name:
+            if path.name.startswith(key.hex()):
                 self._note_damage(key)
 
     def _note_damage(self, key: Key) -> None:
@@ -364,9 +363,10 @@ class Machine(RuleBasedStateMachine):
         self.run(self._quiet())
         self._check()
 
-    @rule(flush=st.booleans())
-    def a_restart(self, flush: bool) -> None:
-        """With `flush` the server stopped; else the process was killed."""
+    @rule(flush=st.booleans(), stages=st.sampled_from((1, 1, 2, 3)))
+    def a_restart(self, flush: bool, stages: int) -> None:
+        """With `flush` the server stopped; else the process was killed. The next one splits the layers so."""
+        self.options["stages"] = stages
         self.run(self._restart(flush))
 
     # ----------------------------------------------------------------------------------------------------- what they do

@@ -29,10 +29,13 @@ GREEDY = Sampling(temperature=0)
 
 
 @asynccontextmanager
-async def workshop(root: Path, *, ladder: bool = False) -> AsyncIterator[tuple[Workshop, Arena]]:
+async def workshop(
+    root: Path, *, ladder: bool = False, layer_split: tuple[float, ...] = ()
+) -> AsyncIterator[tuple[Workshop, Arena]]:
     """A new engine process with three slots, on the directory `root`."""
     level, arena = Level.open(root), Arena(256 * MIB)
-    settings = EngineSettings(model_path=str(find_model("demo")), slots=3, context=1024, flash_attention="on")
+    model = str(find_model("demo"))
+    settings = EngineSettings(model_path=model, slots=3, context=1024, flash_attention="on", layer_split=layer_split)
     engine = EngineClient(settings, arena)
     info = await engine.start()
     cache = ConversationCache(

@@ -309,7 +309,7 @@ class Setting:
         if isinstance(value, bool):
             return "on" if value else "off"
         if self.kind is SPLIT:
-            return ",".join(f"{share:g}" for share in value)
+            return ",".join(f"{share:.6f}".rstrip("0").rstrip(".") for share in value)
         if isinstance(value, tuple):
             return ",".join(dict.fromkeys(value))  # ("f16", "f16") is written f16
         return str(value)

@@ -93,7 +93,7 @@ def _parse_split(text: str) -> tuple[float, ...] | None:
     if text == "auto":
         return None
     parts = text.split(",")
-    if len(parts) > MOST_PARTS or not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", part) for part in parts):
+    if len(parts) > MOST_PARTS or not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", part) for part in parts):
         raise ValueError
     split = tuple(map(float, parts))
     if not sum(split):

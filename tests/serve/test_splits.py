@@ -6,22 +6,27 @@ On the fake engine: every answer is compared with the right one, and after every
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from tests.serve.test_sessions import sessions_of
+from tests.serve.test_sessions import folder_of, sessions_of
 from tests.serve.workbench import LIMIT_S, Workbench, ask, default_limits, later, play, segments_of, words
 
 from strata.cache.ram import RamLimits
+from strata.errors import SessionRefused
 from strata.store.filesystem import Buffer
 from strata.store.format import digest
-from strata.store.fs import Disk
+from strata.store.fs import Disk, aligned_buffer
 from strata.store.names import segment_path
-from strata.types import MIB, PAGE, Key
+from strata.store.session import SessionFolder
+from strata.store.session_format import plan_session
+from strata.types import BLOCK_BYTES, MIB, PAGE, Key
 
 FIRST = ask(words(1, 700))
 OTHER = ask(words(2, 700))
@@ -263,6 +268,28 @@ def test_a_session_file_of_one_split_is_restored_under_another(tmp_path: Path) -
     lives.live(save, 3)
     for stages in (1, 2, 4):
         lives.live(restore, stages)
+
+
+def test_a_session_with_blocks_that_no_model_has_is_refused_before_the_engine_hears_of_it(tmp_path: Path) -> None:
+    async def scenario(bench: Workbench) -> None:
+        await bench.whole(ask("hi"))
+        sessions = sessions_of(bench)
+        await sessions.save(0, "talk.bin", "")
+        folder = SessionFolder.open(folder_of(bench))
+        manifest = folder.open_file("", "talk.bin", most_tokens=1000).plan.manifest
+        large = tuple(msgspec.structs.replace(stage, token_bytes=60_000) for stage in manifest.stages)
+        sizes = manifest.with_splits([large] * len(manifest.keys)).file_bytes
+        forged = msgspec.structs.replace(manifest, stages=large, file_bytes=sizes)
+        payloads = itertools.repeat(aligned_buffer(BLOCK_BYTES))
+        plan = plan_session(forged, manifest_bytes=1, kv="f16")
+        folder.write("", "talk.bin", forged, "f16", itertools.islice(payloads, plan.n_blocks))
+        steps = list[str]()
+        bench.engine.on_step = steps.append
+        with pytest.raises(SessionRefused, match="larger blocks") as refused:
+            await sessions.restore(0, "talk.bin", "")
+        assert refused.value.field == "stages" and steps == []
+
+    Lives(tmp_path / "level").live(scenario, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------ parallel

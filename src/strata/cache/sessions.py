@@ -177,8 +177,11 @@ class SessionMover:
                 now = "on" if info.flash_attention else "off"
                 problem += f" from another file, or its K/V lay otherwise: try --flash-attention (it is {now}) or --kv"
             _refuse("identity", problem)
-        if not is_split(manifest.stages, info.row_layers) or manifest.block_tokens > info.block_tokens:
-            _refuse("stages", "it has other layers than this model, or larger blocks")
+        if not is_split(manifest.stages, info.row_layers):
+            _refuse("stages", "it has other layers than this model")
+        block_bytes = sum(block_lengths(self._engine, manifest.block_tokens, manifest.stages))
+        if manifest.block_tokens > info.block_tokens or block_bytes > SESSION_ARENA_BYTES // BLOCKS_AT_ONCE:
+            _refuse("stages", "it has larger blocks than this model's")
         if manifest.n_tokens > info.context:
             _refuse(
                 "tokens", f"it has {manifest.n_tokens} tokens, more than the {info.context} of this server's context"

@@ -119,7 +119,7 @@ def test_values_are_parsed(name: str, text: str, value: Any) -> None:
         ("context", ["0", "31", "1.5", "AUTO"]),
         ("flash-attention", ["", "true", "ON"]),
         ("kv", ["", "f16,", "f16,f16,f16", "q3_0", "F16"]),
-        ("layer_split", ["", "0", "0,0", "-1,2", "1,,2", "1,", "1e3", "nan", "inf", "1 1", "one", ",".join("1" * 17)]),
+        ("layer-split", ["", "0", "0,0", "-1,2", "1,,2", "1,", "1e3", "nan", "inf", "1 1", "one", ",".join("1" * 17)]),
         ("turn-token", ["", "-5", "<|im_start|>", "2147483648"]),
         ("host", ["", "a b", "http://x", "host/"]),
         ("model", ["", "hf:org/model/file.gguf", "a\0b"]),

@@ -1,7 +1,7 @@
 """In which split of the layers a level holds each segment of a conversation.
 
-A segment's key does not depend on the split that it was written under, so one that is there is never written again
-(docs/decisions/): a conversation that was continued under another split has segments of both.
+A segment's key does not depend on the split that it was written under, so one that is there is never written again: a
+conversation that was continued under another split has segments of both.
 """
 
 from __future__ import annotations

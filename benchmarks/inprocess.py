@@ -60,10 +60,12 @@ class Bench:
         limits: CacheLimits = TO_DISK,
         memory: Callable[[], int | None] = available_memory,
         arena_mib: int = 768,
+        reserved_mib: int | None = None,
         fs: Filesystem | None = None,
     ) -> None:
+        """`reserved_mib`: what of the arena is touched from the start; half of it when not given."""
         self.arena = Arena(arena_mib * MIB)
-        self.arena.reserve(arena_mib // 2 * MIB)
+        self.arena.reserve((arena_mib // 2 if reserved_mib is None else reserved_mib) * MIB)
         settings = EngineSettings(
             model_path=str(find_model("demo")), slots=slots, context=context, flash_attention=flash_attention
         )

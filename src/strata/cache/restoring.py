@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,8 +25,11 @@ from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, Missing, NotRead
 from strata.types import BLOCK_BYTES, MIB, Key, Span, StageShape, Tokens, pad_to_page
 
-READ_AHEAD_BYTES = 64 * MIB
-"""Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen."""
+READ_AHEAD_BYTES = 32 * MIB
+"""Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen.
+
+More would not be faster, and what is read in one go at the start takes cores from whoever is writing then.
+"""
 
 
 class Fault(Enum):
@@ -78,16 +81,20 @@ class Applied:
     bad: BadSegment | None = None
 
 
+_Headers = asyncio.Task["tuple[SegmentHeader, ...] | BadSegment"]
+"""The header of each stage's file, once they are verified; none when the segment is in RAM."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One block of the plan: its token range and ids, and the header of each stage's file; none when it is in RAM."""
+    """One block of the plan: its token range and ids, and what will be the headers of its segment's files."""
 
     planned: Planned
     tokens: Tokens
     start: int
     end: int
     index: int
-    headers: tuple[SegmentHeader, ...]
+    headers: _Headers
 
     @property
     def key(self) -> Key:
@@ -129,35 +136,24 @@ class Restoring:
 
     async def run(self, plan: Sequence[Planned], keep: int, upto: int) -> Applied:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
-        blocks, bad = await self._verify_headers([planned for planned in plan if planned.held.segment.end > keep])
-        held, worse = await self._apply_all(blocks, keep, upto)
-        return Applied(held=held, bytes_by_level=dict(self._applied_bytes), bad=worse or bad)
+        path = [planned for planned in plan if planned.held.segment.end > keep]
+        headers = [asyncio.create_task(self._headers_of(planned)) for planned in path]
+        try:
+            blocks = [block for planned, row in zip(path, headers, strict=True) for block in self._cut(planned, row)]
+            held, bad = await self._apply_all(blocks, keep, upto)
+        finally:
+            await asyncio.gather(*headers, return_exceptions=True)
+        return Applied(held=held, bytes_by_level=dict(self._applied_bytes), bad=bad)
 
     # ------------------------------------------------------------------------------------------------------ headers
 
-    async def _verify_headers(self, path: Sequence[Planned]) -> tuple[list[_Block], BadSegment | None]:
-        """The blocks to apply: those before the first segment with a bad header, and that segment."""
-        info = self._engine.info
-        rows = await asyncio.gather(*(self._headers_of(planned) for planned in path))
-        plan: list[_Block] = []
-        for planned, row in zip(path, rows, strict=True):
-            if isinstance(row, BadSegment):
-                return plan, row
-            segment = planned.held.segment
-            ranges = prefix.blocks(segment.start, segment.end, info.block_tokens)
-            ids = planned.held.tokens
-            plan += [
-                _Block(
-                    planned=planned,
-                    tokens=ids[a - segment.start : b - segment.start],
-                    start=a,
-                    end=b,
-                    index=i,
-                    headers=row,
-                )
-                for i, (a, b) in enumerate(ranges)
-            ]
-        return plan, None
+    def _cut(self, planned: Planned, headers: _Headers) -> Iterator[_Block]:
+        """The blocks of a segment."""
+        segment, ids = planned.held.segment, planned.held.tokens
+        ranges = prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens)
+        for i, (start, end) in enumerate(ranges):
+            tokens = ids[start - segment.start : end - segment.start]
+            yield _Block(planned=planned, tokens=tokens, start=start, end=end, index=i, headers=headers)
 
     async def _headers_of(self, planned: Planned) -> tuple[SegmentHeader, ...] | BadSegment:
         """The headers of all stages. A stage that is damaged or missing makes the whole segment damaged."""
@@ -191,12 +187,14 @@ class Restoring:
     async def _apply_all(self, plan: list[_Block], keep: int, upto: int) -> tuple[int, BadSegment | None]:
         """Positions held, and what ended it early.
 
-        Applies are sent in order without waiting for the one before: the engine takes several between two steps.
+        Blocks are read as soon as their own headers are verified, and applied from when those of the whole plan were
+        looked at. Applies are sent in order without waiting for the one before: the engine takes several between steps.
         """
         waiting = deque(block for block in plan if block.end > keep and block.start < upto)
         loads: _Loads = deque()
         applies: deque[tuple[_Block, asyncio.Task[BadSegment | None]]] = deque()
         sent = held = keep
+        is_verified = False
         bad: BadSegment | None = None
         try:
             while waiting or loads or applies:
@@ -213,6 +211,9 @@ class Restoring:
                     held = min(block.end, upto)
                     self._count(block)
                 elif loads[0][1].done():
+                    if not is_verified:
+                        await asyncio.wait({block.headers for block in plan})
+                        is_verified = True
                     block, load = loads.popleft()
                     ready = load.result()
                     if isinstance(ready, BadSegment):
@@ -243,6 +244,9 @@ class Restoring:
         return BadSegment(planned=block.planned, fault=Fault.DAMAGED, reason="its copy in RAM has changed")
 
     async def _read(self, block: _Block, disk: DiskLevel) -> _Ready | BadSegment:
+        headers = await asyncio.shield(block.headers)
+        if isinstance(headers, BadSegment):
+            return headers
         spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start, block.stages))
         if spans is None:
             reason = "there is no memory to read it into"
@@ -250,7 +254,7 @@ class Restoring:
         try:
             reads = [
                 asyncio.wrap_future(disk.reader.block(header, block.index, self._blocks.place(span)))
-                for header, span in zip(block.headers, spans, strict=True)
+                for header, span in zip(headers, spans, strict=True)
             ]
             outcomes = await asyncio.shield(asyncio.gather(*reads))
         except asyncio.CancelledError:

@@ -154,7 +154,8 @@ class Running:
 async def prepare(engine: Engine, request: TurnRequest) -> Prompt:
     """Render and tokenise; the engine's text thread does it, so other slots go on decoding."""
     messages = None if request.messages is None else msgspec.json.encode(request.messages)
-    prepared = await engine.prepare(messages_json=messages, text=request.text)
+    owner = request.namespace if request.cache_prompt else None
+    prepared = await engine.prepare(messages_json=messages, text=request.text, owner=owner)
     root = prefix.root_key(engine.info.fingerprint, request.namespace)
     return Prompt(root=root, tokens=unpack_tokens(prepared.tokens))
 

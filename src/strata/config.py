@@ -64,6 +64,13 @@ class Config:
     api_key_file: Path | None = field(default=None, metadata=_is(FILE, "file with one API key per line"))
     no_auth: bool = field(default=False, metadata=_is(SWITCH, "listen without a key even where others can connect"))
     parallel: int = field(default=1, metadata=_is(whole(1, 128), "slots: requests that run at once"))
+    max_queued_requests: int = field(
+        default=256, metadata=_is(whole(0, 65536), "requests that may wait for a slot; more are refused with 429")
+    )
+    queue_timeout_s: int = field(
+        default=0,
+        metadata=_is(whole(0, 86400), "seconds after which one that waits for a slot is refused with 503; 0 = never"),
+    )
     context: int | None = field(
         default=None, metadata=_is(whole(32, 1 << 24, auto=True), "tokens per slot; auto = the model's, capped")
     )

@@ -125,6 +125,13 @@ class Busy(StrataError):
     code = "busy"
 
 
+class WaitedTooLong(StrataError):
+    """No slot became idle within --queue-timeout-s; it can be sent again."""
+
+    status = 503
+    code = "queue_timeout"
+
+
 class LevelError(StrataError):
     """A level's directory cannot be used: not writable, a file, a symlink, locked by another process."""
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from strata.engine.llama import Model
 from strata.engine.template import ChatTemplate, TemplateRefused, find_openers
 from strata.types import Tokens
 
@@ -128,21 +125,3 @@ def test_plain_text_roles_and_broken_templates_have_no_openers() -> None:
     assert openers("{{ raise_exception('never') }}") == set()
     assert openers("{% for %}") == set()
     assert openers("always the same") == set()
-
-
-# --------------------------------------------------------------------------------------------------------- one BOS only
-
-
-def test_bos_is_there_exactly_once(models: Callable[[str], Model]) -> None:
-    vocabulary = models("smollm2").vocabulary
-    assert not vocabulary.adds_bos
-    assert list(vocabulary.tokenize_prompt("hi")) == list(vocabulary.tokenize("hi"))
-    try:
-        vocabulary.adds_bos = True
-        assert vocabulary.tokenize_prompt("hi")[0] == vocabulary.bos
-        assert list(vocabulary.tokenize_prompt("hi")).count(vocabulary.bos) == 1
-        written = vocabulary.text_of(vocabulary.bos) + "hi"
-        assert list(vocabulary.tokenize_prompt(written)) == list(vocabulary.tokenize_prompt("hi"))
-        assert list(vocabulary.tokenize_prompt("")) == [vocabulary.bos]
-    finally:
-        vocabulary.adds_bos = False

@@ -55,6 +55,32 @@ def test_a_stranger_takes_the_empty_slot_then_the_oldest_parked_one():
     assert seat(slot(0, held=9, last_used_s=1, parked=False), slot(1, held=9, last_used_s=2)).slot == 1
 
 
+def test_a_short_one_goes_before_a_long_one_that_is_older():
+    main, helper = slot(0, held=6000, last_used_s=1, parked=False), slot(1, held=90, last_used_s=50, parked=False)
+    assert seat(main, helper).slot == 1
+    assert seat(slot(0, held=6000, last_used_s=1), slot(1, held=90, last_used_s=50)).slot == 1
+    assert seat(slot(0, held=20000, last_used_s=1), slot(1, held=90, last_used_s=50, parked=False)).slot == 1
+
+
+def test_similar_ones_go_by_age():
+    assert seat(slot(0, held=6000, last_used_s=1), slot(1, held=5900, last_used_s=50)).slot == 0
+
+
+def test_what_is_parked_goes_first_unless_it_is_much_longer():
+    assert seat(slot(0, held=1000, last_used_s=9), slot(1, held=500, last_used_s=1, parked=False)).slot == 0
+    assert seat(slot(0, held=20000, last_used_s=9), slot(1, held=500, last_used_s=1, parked=False)).slot == 1
+
+
+def test_a_long_one_that_is_idle_for_long_goes_in_the_end():
+    views = (slot(1, held=90, last_used_s=6000, parked=False), slot(2, held=80, last_used_s=5000, parked=False))
+    assert seat(slot(0, held=6000, last_used_s=5000, parked=False), *views).slot == 2
+    assert seat(slot(0, held=6000, last_used_s=2000, parked=False), *views).slot == 0
+
+
+def test_what_the_request_shares_is_not_lost():
+    assert seat(slot(0, held=600, shared=30, last_used_s=9), slot(1, held=33, shared=31, forkable=0)).slot == 1
+
+
 def test_the_source_of_a_fork_is_not_the_slot_that_gives_way():
     got = seat(slot(0, held=500, shared=300, frontier=450), slot(1, held=9, last_used_s=5, frontier=8))
     assert got == Seat(slot=1, keep=300, fork_from=0)

@@ -33,8 +33,8 @@ from strata.errors import (
     StrataError,
 )
 from strata.rules import prefix
+from strata.serve.queue import QueueLimits
 from strata.serve.sessions import Sessions, slot_list
-from strata.serve.slots import MOST_WAITING
 from strata.store.format import digest
 from strata.store.session import SessionFile, SessionFolder
 from strata.store.session_format import encode_foot
@@ -185,7 +185,7 @@ def test_an_action_waits_for_a_busy_slot_and_harms_no_reply(tmp_path: Path) -> N
         # The reply takes its time until both wait for it.
         bench.engine.delay = lambda name: 5000 if name == "event" and bench.slots.waiting < 2 else 1
         running = asyncio.create_task(bench.turn(long))
-        await until(lambda: bench.slots.all[0].doing == "writing")
+        await until(lambda: bench.slots.all[0].doing == "active")
         save = asyncio.create_task(sessions.save(0, "long.bin", ""))
         restore = asyncio.create_task(sessions.restore(0, NAME, ""))
         await until(lambda: bench.slots.waiting == 2)
@@ -204,7 +204,7 @@ def test_waiting_is_bounded_and_may_be_given_up(tmp_path: Path) -> None:
         await bench.whole(TALK)
         slot = bench.slots.all[0]
         await bench.slots.take_one(slot, "testing")
-        waiting = [asyncio.create_task(sessions.erase(0, "")) for _ in range(MOST_WAITING)]
+        waiting = [asyncio.create_task(sessions.erase(0, "")) for _ in range(QueueLimits().most)]
         await ticks(2)
         with pytest.raises(Busy):
             await sessions.erase(0, "")

@@ -317,7 +317,7 @@ def test_the_engine_is_replaced_while_a_park_waits_for_the_writer(tmp_path: Path
             bench.engine.kill()
             bench.engine.restart()
             running = asyncio.create_task(bench.turn(ask(words(2, 1900), max_tokens=100)))
-            await until(lambda: bench.slots.all[0].doing == "writing")
+            await until(lambda: bench.slots.all[0].doing == "active")
         await running
         await bench.check()
         await bench.whole(OTHER)
@@ -334,12 +334,12 @@ def test_the_source_of_a_fork_changes_while_the_target_gives_way(tmp_path: Path)
         bench.engine.delay = lambda name: 300 if name == "capture" else 0
         await bench.turn(ask(words(5, 1500)))  # slot 0; its park takes long
         source = asyncio.create_task(bench.turn(ask("source", system=system, max_tokens=20)))
-        await until(lambda: bench.slots.all[1].doing == "writing")
+        await until(lambda: bench.slots.all[1].doing == "active")
         fork = asyncio.create_task(bench.turn(ask("fork", system=system)))
         await until(lambda: bench.slots.all[0].busy)
         taker = asyncio.create_task(bench.turn(ask(words(6, 1500), max_tokens=500)))
         await source
-        await until(lambda: bench.slots.all[1].doing == "writing" and not source.cancelled())
+        await until(lambda: bench.slots.all[1].doing == "active" and not source.cancelled())
         assert not fork.done(), "the fork was to be waiting for the park"
         assert await fork is not None
         assert await taker is not None

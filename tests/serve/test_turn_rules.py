@@ -10,14 +10,19 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.serve.workbench import LIMIT_S, Workbench, ask, later, no_hook, play, ticks, until, words
 
+from strata.engine.protocol import Prepared
 from strata.errors import EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.serve.request import Admitted, Completed, Reading, Started, Text, TurnRequest
+from strata.serve.slots import Slot, Slots
+from strata.types import Key, Tokens
 
 SYSTEM = words(0, 600)
 FIRST = ask(words(1, 300))
@@ -93,7 +98,7 @@ def test_a_sub_agent_forks_what_it_shares_with_a_running_turn(tmp_path: Path) ->
         parent = ask("first", system=SYSTEM, max_tokens=200)
         child = ask("second", system=SYSTEM)
         running = asyncio.create_task(bench.turn(parent))
-        await until(lambda: bench.slots.all[0].doing == "writing")
+        await until(lambda: bench.slots.all[0].doing == "active")
         forked = await bench.turn(child)
         assert forked is not None
         assert not running.done(), "the parent was to be running still"
@@ -127,6 +132,22 @@ def test_cache_prompt_off_reuses_nothing_and_leaves_nothing(tmp_path: Path) -> N
         assert "cold" in again.report.source
 
     play(scenario, tmp_path, slots=1)
+
+
+def test_a_prompt_is_prepared_for_its_namespace_or_for_nobody(tmp_path: Path) -> None:
+    async def scenario(bench: Workbench) -> None:
+        owners, prepare = [], bench.engine.prepare
+
+        async def noted(**given: Any) -> Prepared:
+            owners.append(given["owner"])
+            return await prepare(**given)
+
+        bench.engine.prepare = noted  # type: ignore[method-assign]
+        for request in (FIRST, ask(words(1, 300), namespace="a" * 32), ask(words(1, 300), cache_prompt=False)):
+            assert await bench.turn(request) is not None
+        assert owners == ["", "a" * 32, None]
+
+    play(scenario, tmp_path)
 
 
 def test_a_prompt_of_one_token(tmp_path: Path) -> None:
@@ -335,18 +356,27 @@ def test_a_newcomer_does_not_take_the_slot_of_a_woken_one(tmp_path: Path) -> Non
     play(scenario, tmp_path, slots=2)
 
 
+async def take(slots: Slots, prompt: Tokens) -> Slot:
+    """A slot for `prompt`, as a request takes it."""
+    ticket = slots.enter(Key(b"root"), prompt, reuse=True)
+    async with aclosing(slots.wait(ticket)) as places:
+        async for _ in places:
+            pass
+    return slots.seated(ticket)[0]
+
+
 def test_the_slots_hand_over_in_the_order_of_arrival(tmp_path: Path) -> None:
     async def scenario(bench: Workbench) -> None:
         slots, prompt = bench.slots, await bench.prompt_of(FIRST)
         order: list[str] = []
 
         async def client(name: str) -> None:
-            slot, _ = await slots.take(b"root", prompt, reuse=True)  # type: ignore[arg-type]
+            slot = await take(slots, prompt)
             order.append(name)
             await ticks(3)
             slots.give_back(slot)
 
-        first, _ = await slots.take(b"root", prompt, reuse=True)  # type: ignore[arg-type]
+        first = await take(slots, prompt)
         clients = [asyncio.create_task(client(name)) for name in "abc"]
         await ticks(2)
         slots.give_back(first)
@@ -361,9 +391,9 @@ def test_a_waiting_client_leaves_at_any_moment(tmp_path: Path) -> None:
     async def scenario(bench: Workbench) -> None:
         slots, prompt = bench.slots, await bench.prompt_of(FIRST)
         for leaves_before in (True, False):
-            slot, _ = await slots.take(b"root", prompt, reuse=True)  # type: ignore[arg-type]
-            waiting = asyncio.create_task(slots.take(b"root", prompt, reuse=True))  # type: ignore[arg-type]
-            behind = asyncio.create_task(slots.take(b"root", prompt, reuse=True))  # type: ignore[arg-type]
+            slot = await take(slots, prompt)
+            waiting = asyncio.create_task(take(slots, prompt))
+            behind = asyncio.create_task(take(slots, prompt))
             await ticks(2)
             if leaves_before:
                 waiting.cancel()
@@ -373,8 +403,7 @@ def test_a_waiting_client_leaves_at_any_moment(tmp_path: Path) -> None:
                 waiting.cancel()  # it was woken, and leaves before it runs
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
-            taken, _ = await asyncio.wait_for(behind, LIMIT_S)
-            slots.give_back(taken)
+            slots.give_back(await asyncio.wait_for(behind, LIMIT_S))
 
     play(scenario, tmp_path, slots=1)
 

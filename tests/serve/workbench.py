@@ -95,9 +95,11 @@ class HookedEngine(FakeEngine):
             raise EngineGone("the engine process ended (signal 9); a new one is starting, send the request again")
         return outcome
 
-    async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared:
+    async def prepare(
+        self, *, messages_json: bytes | None = None, text: str | None = None, owner: str | None = None
+    ) -> Prepared:
         work = super().prepare
-        return await self._job("prepare", lambda: work(messages_json=messages_json, text=text))
+        return await self._job("prepare", lambda: work(messages_json=messages_json, text=text, owner=owner))
 
     async def fork(self, source: int, target: int, n: int) -> Done:
         work = super().fork

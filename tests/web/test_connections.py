@@ -11,7 +11,8 @@ from tests.web.scripted import REPORT, WAIT_S, Hold, Running, ScriptedServer, St
 from tests.web.test_answers import MESSAGES, Connect, events
 from tests.web.test_refusals import CHAT, error_of
 
-from strata.serve.request import Admitted, Reading, Started, Text
+from strata.errors import Busy, StrataError, WaitedTooLong
+from strata.serve.request import Admitted, Reading, Started, Text, Waiting
 from strata.web.answers import Limits
 from strata.web.app import Doorway, create_app
 
@@ -53,6 +54,37 @@ def test_waiting_for_a_slot_delays_neither_headers_nor_comments(serve: Serve) ->
     assert b"x-strata-cache" not in received
     hold.release()
     read_until(connection, b"[DONE]")
+
+
+def test_a_stream_tells_its_place_in_the_queue(serve: Serve) -> None:
+    holds = Hold(), Hold()
+    places = [Waiting(position=2, total=5), holds[0], Waiting(position=1, total=4), holds[1]]
+    script: list[Step] = [ADMITTED, *places, STARTED, Text(text="x", n_tokens=1), completed()]
+    connection = raw_request(serve(ScriptedServer(script), limits=QUICK).port, body(stream=True))
+    received = read_until(connection, b": wait_slot 2/5\n\n")
+    assert received.startswith(b"HTTP/1.1 200") and b"x-strata-cache" not in received
+    read_until(connection, b": wait_slot 2/5\n\n")  # from a timer
+    holds[0].release()
+    read_until(connection, b": wait_slot 1/4\n\n")
+    holds[1].release()
+    assert b'"content":"x"' in read_until(connection, b"[DONE]")
+
+
+def test_a_short_wait_does_not_cost_the_cache_header(serve: Serve) -> None:
+    hold = Hold()
+    script: list[Step] = [ADMITTED, Waiting(position=1, total=1), hold, STARTED, completed()]
+    connection = raw_request(serve(ScriptedServer(script)).port, body(stream=True))
+    hold.release()
+    assert REPORT.header().encode() in read_until(connection, b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("error", "status"), [(Busy, 429), (WaitedTooLong, 503)])
+def test_a_queue_that_refuses(client: Connect, error: type[StrataError], status: int, stream: bool) -> None:
+    script = [ADMITTED, Waiting(position=1, total=1), error("later", retry_after_s=5)]
+    response = client(script).http.post(CHAT, json={"messages": MESSAGES, "stream": stream})
+    assert error_of(response, status)["code"] == error.code
+    assert response.headers["retry-after"] == "5"
 
 
 def test_the_headers_wait_for_the_cache_report(serve: Serve) -> None:

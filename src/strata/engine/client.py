@@ -217,8 +217,10 @@ class EngineClient:
         self._numbers += 1
         return self._numbers
 
-    async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared:
-        job = Prepare(job=self._next(), messages_json=messages_json, text=text)
+    async def prepare(
+        self, *, messages_json: bytes | None = None, text: str | None = None, owner: str | None = None
+    ) -> Prepared:
+        job = Prepare(job=self._next(), messages_json=messages_json, text=text, owner=owner)
         return await self._live().call(job, job.job, Prepared)
 
     async def detokenize(self, tokens: Tokens) -> str:

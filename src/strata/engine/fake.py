@@ -93,7 +93,9 @@ class FakeEngine:
         self.held_checkpoints.clear()
         self.states = [[] for _ in self.states]
 
-    async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared:
+    async def prepare(
+        self, *, messages_json: bytes | None = None, text: str | None = None, owner: str | None = None
+    ) -> Prepared:
         parts = [text_tokens(text or "")]
         if messages_json is not None:
             try:

@@ -154,9 +154,15 @@ class Vocabulary:
         marker = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_USER_DEFINED
         return bool(api.llama_vocab_get_attr(self._pointer, token) & marker)
 
-    def tokenize(self, text: str) -> Tokens:
+    def specials(self) -> dict[int, bytes]:
+        """Every token that is recognised wherever a text writes it, and how it is written."""
+        special = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_USER_DEFINED | api.LLAMA_TOKEN_ATTR_UNKNOWN
+        found = (t for t in range(self.n_tokens) if api.llama_vocab_get_attr(self._pointer, t) & special)
+        return {token: api.llama_vocab_get_text(self._pointer, token) for token in found}
+
+    def tokenize(self, text: str | bytes) -> Tokens:
         """Token ids of `text`; special tokens written in it are recognised. No BOS is added."""
-        data = text.encode(errors="replace")
+        data = text if isinstance(text, bytes) else text.encode(errors="replace")
         tokens = np.empty(len(data) + 8, np.int32)
         for _ in range(2):
             pointer = tokens.ctypes.data_as(api.llama_token_p)
@@ -165,13 +171,6 @@ class Vocabulary:
                 return tokens[:n].copy()
             tokens = np.empty(-n, np.int32)
         raise ValueError(f"llama.cpp could not tokenise {len(data)} bytes of text")
-
-    def tokenize_prompt(self, text: str) -> Tokens:
-        """Token ids of a whole prompt: with the vocabulary's BOS exactly once, whether `text` writes it or not."""
-        tokens = self.tokenize(text)
-        if self.adds_bos and not (len(tokens) and tokens[0] == self.bos):
-            return np.concatenate([np.array([self.bos], np.int32), tokens])
-        return tokens
 
     def detokenize(self, tokens: Tokens) -> str:
         """Text of `tokens`, special tokens included. Raises ValueError for ids outside the vocabulary."""

@@ -69,11 +69,13 @@ class Prepare(Message, frozen=True):
     """Render and tokenise a prompt on the text thread. Event: Prepared or JobFailed.
 
     Exactly one of `messages_json` (a JSON list of {"role","content",...}; content a string) and `text` is given.
+    `owner`: the namespace whose recent prompts may save work, and which remembers this one; None: neither.
     """
 
     job: int
     messages_json: bytes | None = None
     text: str | None = None
+    owner: str | None = None
 
 
 class Detokenize(Message, frozen=True):
@@ -209,10 +211,13 @@ class LoadFailed(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
+    """`reused`: tokens that an earlier prompt of the same owner gave."""
+
     job: int
     tokens: bytes
     render_s: float
     tokenize_s: float
+    reused: int = 0
 
 
 class Detokenized(Message, frozen=True):
@@ -340,7 +345,9 @@ class Engine(Protocol):
         """Counts engine processes: 1 for the first. What a slot held in an older generation is gone."""
         ...
 
-    async def prepare(self, *, messages_json: bytes | None = None, text: str | None = None) -> Prepared: ...
+    async def prepare(
+        self, *, messages_json: bytes | None = None, text: str | None = None, owner: str | None = None
+    ) -> Prepared: ...
 
     async def detokenize(self, tokens: Tokens) -> str: ...
 

@@ -22,6 +22,7 @@ import msgspec
 
 from strata.engine.chunks import Chunks
 from strata.engine.loop import Loop
+from strata.engine.prompts import Prompts
 from strata.engine.protocol import (
     AttachChunk,
     Cancel,
@@ -144,6 +145,7 @@ class TextThread:
     def __init__(self, served: Served, jobs: queue.SimpleQueue[TextJob], events: EventWriter) -> None:
         self._template = served.template
         self._vocabulary = served.model.vocabulary
+        self._prompts = Prompts(self._vocabulary, served.model.metadata("tokenizer.ggml.model"))
         self._jobs = jobs
         self._events = events
 
@@ -165,9 +167,14 @@ class TextThread:
         else:
             text = job.text or ""
         rendered = time.perf_counter()
-        tokens = self._vocabulary.tokenize_prompt(text)
-        tokenize_s = time.perf_counter() - rendered
-        return Prepared(job=job.job, tokens=pack_tokens(tokens), render_s=rendered - began, tokenize_s=tokenize_s)
+        tokens, reused = self._prompts.tokenize(text, job.owner)
+        return Prepared(
+            job=job.job,
+            tokens=pack_tokens(tokens),
+            render_s=rendered - began,
+            tokenize_s=time.perf_counter() - rendered,
+            reused=reused,
+        )
 
     def _detokenize(self, job: Detokenize) -> Event:
         return Detokenized(job=job.job, text=self._vocabulary.detokenize(unpack_tokens(job.tokens)))

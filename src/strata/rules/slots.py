@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log2
+
+HALF_LIFE_S = 600.0
+"""A conversation that was idle for so much longer than another is taken to be half as likely to go on."""
+PARKED_HALVINGS = 4
+"""What is parked costs so many halvings less to lose: bringing it back takes about a sixteenth of reading it."""
+SIMILAR_HALVINGS = 2
+"""Losses of which none is more than four times another are alike: then the least recently used goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,7 @@ def choose_seat(slots: Sequence[SlotView], *, least_fork: int) -> Seat | None:
         if best.shared >= longest.forkable:
             return Seat(slot=best.index, keep=best.shared)
     source = longest.index if longest.forkable >= least_fork else None
-    taken = min(idle, key=lambda s: (s.held > 0, not s.parked, s.index == source, s.last_used_s))
+    taken = _gives_way(idle, source, newest_s=max(slot.last_used_s for slot in slots))
     if source is not None and taken.shared < longest.forkable:
         return Seat(slot=taken.index, keep=longest.forkable, fork_from=source)
     return Seat(slot=taken.index, keep=taken.shared)
@@ -59,3 +67,25 @@ def choose_seat(slots: Sequence[SlotView], *, least_fork: int) -> Seat | None:
 def continues(slot: SlotView) -> bool:
     """True when the request goes on with what the slot holds, but for the reply behind its last turn opener."""
     return slot.shared > 0 and slot.shared >= (slot.frontier or slot.held)
+
+
+def _gives_way(idle: Sequence[SlotView], source: int | None, *, newest_s: float) -> SlotView:
+    """The slot that a request takes: an empty one; else the oldest of those whose loss costs little.
+
+    The source of a fork stays as it is, if there is another.
+    """
+    empty = [slot for slot in idle if not slot.held]
+    others = empty or [slot for slot in idle if slot.index != source] or idle
+    least = min(_loss(slot, newest_s) for slot in others)
+    cheap = [slot for slot in others if _loss(slot, newest_s) <= least + SIMILAR_HALVINGS]
+    return min(cheap, key=lambda slot: slot.last_used_s)
+
+
+def _loss(slot: SlotView, newest_s: float) -> float:
+    """What it costs to lose what the slot holds and the request does not share, as a power of two.
+
+    Tokens that may have to be read again: a long conversation does not go for the sake of a title or a summary, until
+    it has been idle for long.
+    """
+    age_s = newest_s - slot.last_used_s
+    return log2(1 + slot.held - slot.shared) - age_s / HALF_LIFE_S - PARKED_HALVINGS * slot.parked

@@ -1,4 +1,4 @@
-"""What the cache may take: the values of cache/ that follow from the Config, and from the engine where they need it."""
+"""What the cache may take and how many may wait: values that follow from the Config, and from the engine if need be."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from strata.config import Config
 from strata.engine.protocol import EngineInfo
 from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.placement import resolve_auto
+from strata.serve.queue import QueueLimits
 from strata.store.memory import available_memory
 from strata.types import MIB
 
 log = logging.getLogger("strata")
 
 DAY_S = 86400.0
+
+
+def queue_limits(config: Config) -> QueueLimits:
+    return QueueLimits(most=config.max_queued_requests, wait_s=config.queue_timeout_s)
 
 
 def floors_of(config: Config) -> Floors:

@@ -53,6 +53,14 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """No slot is idle: the place in the queue, from 1, of `total` that wait."""
+
+    position: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """A slot is taken and its state restored; reading begins."""
 
@@ -89,4 +97,4 @@ class Completed:
     stop_string: str | None = None
 
 
-TurnEvent = Admitted | Started | Reading | Text | Completed
+TurnEvent = Admitted | Waiting | Started | Reading | Text | Completed

@@ -169,6 +169,7 @@ def slot_list(slots: Slots, *, context: int, root: Key) -> list[dict[str, Any]]:
             "speculative": False,
             "is_processing": slot.busy,
             "state": slot.doing,
+            "n_waiting": slots.waiting,
         }
         if slot.root in (None, root):
             shown |= {"n_past": len(slot.tokens), "n_prompt_tokens": slot.total if slot.busy else len(slot.tokens)}

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from strata.cache.parking import Parking
 from strata.cache.prompt_writing import PromptWriting
-from strata.errors import Busy
 from strata.rules.prefix import shared_prefix
 from strata.rules.slots import Seat, SlotView, choose_seat
+from strata.serve.queue import Place, Queue, QueueLimits, Ticket
 from strata.types import Key, Tokens
 
 LEAST_FORK_TOKENS = 32
 """Shared prefixes below this are read again: it costs no more than finding them."""
-MOST_WAITING = 256
-"""Requests that may wait for a slot; more are refused."""
 
 ResumePoint = Callable[[Key, Tokens], int]
 
@@ -37,7 +35,8 @@ class Slot:
 
     `owed`: what it holds is to be kept when it leaves; `provisional`: it is of a cancelled request, so only if that
     costs nothing. `parkings`: parks that still capture from it; `writings`: of system prompts.
-    `doing`: for people: "idle", "preparing", "reading", "writing", "saving", "restoring", "erasing".
+    `doing`: for people: "idle", "preparing", "reading", "ready" (the whole prompt is read), "active" (it writes),
+    "saving", "restoring", "erasing".
     `came_from`: what its next request reuses in it is called this in that one's report: "live" or "session".
     """
 
@@ -94,109 +93,108 @@ class Slot:
 
 
 class Slots:
-    """All slots, and the requests that wait for one, first come first served."""
+    """All slots, and the queue of the requests that wait for one."""
 
     def __init__(
-        self, n: int, clock: Callable[[], float] = time.monotonic, *, is_kept: Callable[[int], bool] = lambda _: False
+        self,
+        n: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_kept: Callable[[int], bool] = lambda _: False,
+        limits: QueueLimits | None = None,
     ) -> None:
         """`is_kept`: whether what a slot holds is kept outside the engine too."""
         self.all = tuple(Slot(index=i) for i in range(n))
         self.is_kept = is_kept
         self.resume_point: ResumePoint | None = None
         """Of memory that cannot be cut: see ConversationCache.resume_point."""
+        self.queue = Queue(limits or QueueLimits(), clock)
         self._clock = clock
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._promised = 0  # idle slots that belong to requests which were woken and have not run yet
-        self._waiting_for: dict[int, deque[asyncio.Future[None]]] = {slot.index: deque() for slot in self.all}
 
     def __repr__(self) -> str:
-        return f"Slots({list(self.all)}, {len(self._waiting)} waiting)"
+        return f"Slots({list(self.all)}, {self.waiting} waiting)"
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._waiting_for.values()))
+        return len(self.queue)
 
-    @property
-    def _spare(self) -> int:
-        """Idle slots that nobody was promised."""
-        return sum(not slot.busy for slot in self.all) - self._promised
-
-    async def take(self, root: Key, prompt: Tokens, *, reuse: bool) -> tuple[Slot, Seat]:
-        """The slot for a request, marked busy, and what of the live slots it starts from.
+    def enter(self, root: Key, prompt: Tokens, *, reuse: bool) -> Ticket:
+        """A slot for a request, marked busy, or a place in the queue: `wait`, and then take the slot with `seated`.
 
         `reuse` False: start from nothing. Raises Busy when too many wait.
         """
-        if self._waiting or self._spare <= 0:
-            await self._wait()
-        views = [
-            slot.view(root, prompt, kept=self.is_kept(slot.index), resume_point=self.resume_point) for slot in self.all
-        ]
-        seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
-        assert seat is not None, "a request was woken though no slot is idle"
-        slot = self.all[seat.slot]
-        slot.busy, slot.doing = True, "preparing"
-        if not reuse:
-            seat = Seat(slot=slot.index, keep=0)
-        return slot, seat
+
+        def choose() -> Seat:
+            views = [
+                slot.view(root, prompt, kept=self.is_kept(slot.index), resume_point=self.resume_point)
+                for slot in self.all
+            ]
+            seat = choose_seat(views, least_fork=LEAST_FORK_TOKENS)
+            assert seat is not None, "it is a request's turn though no slot is idle"
+            return seat if reuse else Seat(slot=seat.slot, keep=0)
+
+        return self._enter(Ticket(arrived_s=self._clock(), doing="preparing", choose=choose))
+
+    async def wait(self, ticket: Ticket) -> AsyncGenerator[Place, None]:
+        """Until the ticket has a seat: its place in the queue, each time that changes. Raises WaitedTooLong.
+
+        Closed early or cancelled, it leaves the queue, and passes on the slot that it may have got.
+        """
+        shown: Place | None = None
+        is_seated = False
+        try:
+            while ticket.seat is None:
+                place = self.queue.place(ticket)
+                if place != shown:
+                    shown = place
+                    yield place
+                else:
+                    await self.queue.wait_for_news(ticket)
+            is_seated = True
+        finally:
+            if not is_seated:
+                self._give_up(ticket)
+
+    def seated(self, ticket: Ticket) -> tuple[Slot, Seat]:
+        """The slot of a ticket that waits no more, and what of the live slots its request starts from."""
+        assert ticket.seat is not None, f"{ticket} has no seat"
+        return self.all[ticket.seat.slot], ticket.seat
 
     async def take_one(self, slot: Slot, doing: str) -> None:
-        """Just this slot, marked busy; waits until its request has ended. Raises Busy when too many wait."""
-        queue = self._waiting_for[slot.index]
-        if not slot.busy and self._spare > 0 and not queue:
-            slot.busy, slot.doing = True, doing
-            return
-        self._check_queue()
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.give_back(slot)
-            elif turn in queue:
-                queue.remove(turn)
-            raise
-        slot.doing = doing
-
-    def _check_queue(self) -> None:
-        if self.waiting >= MOST_WAITING:
-            raise Busy(f"{MOST_WAITING} requests wait for a slot already; send it again later", retry_after_s=5)
-
-    async def _wait(self) -> None:
-        self._check_queue()
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self._promised -= 1
-                self._wake()  # the slot was ours: pass it on
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
-            raise
-        self._promised -= 1
+        """Just this slot, marked busy; waits until its request has ended. Raises Busy and WaitedTooLong."""
+        seat = Seat(slot=slot.index, keep=0)
+        ticket = self._enter(Ticket(arrived_s=self._clock(), doing=doing, choose=lambda: seat, only=slot.index))
+        async with aclosing(self.wait(ticket)) as places:
+            async for _ in places:
+                pass
 
     def give_back(self, slot: Slot) -> None:
         """The request in this slot has ended."""
-        slot.busy, slot.doing, slot.last_used_s = False, "idle", self._clock()
-        self._wake()
+        slot.last_used_s = self._clock()
+        self._free(slot)
 
-    def _wake(self) -> None:
-        # Who waits for just one slot goes first: no other can serve them. They get it at once, already marked busy.
-        for slot in self.all:
-            queue = self._waiting_for[slot.index]
-            while queue and not slot.busy and self._spare > 0:
-                turn = queue.popleft()
-                if not turn.done():
-                    slot.busy = True
-                    turn.set_result(None)
-        while self._waiting and self._spare > 0:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                self._promised += 1
-                return
+    def _enter(self, ticket: Ticket) -> Ticket:
+        self.queue.enter(ticket)
+        self._serve()
+        self.queue.check_room(ticket)
+        return ticket
+
+    def _give_up(self, ticket: Ticket) -> None:
+        self.queue.leave(ticket)
+        if ticket.seat is not None:
+            self._free(self.all[ticket.seat.slot])
+
+    def _free(self, slot: Slot) -> None:
+        slot.busy, slot.doing = False, "idle"
+        self._serve()
+
+    def _serve(self) -> None:
+        """Give idle slots to those that wait."""
+        while ticket := self.queue.next([slot.index for slot in self.all if not slot.busy]):
+            ticket.seat = ticket.choose()
+            slot = self.all[ticket.seat.slot]
+            slot.busy, slot.doing = True, ticket.doing
+            ticket.news.set()
 
     def forget_all(self) -> None:
         """The engine is a new one: no slot holds anything."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +23,17 @@ from strata.engine.protocol import Delta, Engine, Finished, Generation, Held, Pr
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.rules.slots import Seat
-from strata.serve.request import Admitted, CacheReport, Completed, Reading, Started, Text, TurnEvent, TurnRequest
+from strata.serve.request import (
+    Admitted,
+    CacheReport,
+    Completed,
+    Reading,
+    Started,
+    Text,
+    TurnEvent,
+    TurnRequest,
+    Waiting,
+)
 from strata.serve.slots import NOTHING, Slot, Slots
 from strata.serve.system_prompts import keep_system_prompt
 from strata.types import Key, Tokens
@@ -62,7 +73,11 @@ async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnE
     check_fits(shop.engine, prompt)
     check_bias(shop.engine, request)
     yield Admitted(prompt_tokens=len(prompt.tokens))
-    slot, seat = await shop.slots.take(prompt.root, prompt.tokens, reuse=request.cache_prompt)
+    ticket = shop.slots.enter(prompt.root, prompt.tokens, reuse=request.cache_prompt)
+    async with aclosing(shop.slots.wait(ticket)) as places:
+        async for place in places:
+            yield Waiting(position=place.position, total=place.total)
+    slot, seat = shop.slots.seated(ticket)
     run = Running(slot=slot, prompt=prompt, engine_generation=shop.engine.generation)
     try:
         report = await fill(shop, slot, seat, prompt, reuse=request.cache_prompt)
@@ -104,12 +119,12 @@ class Running:
     taking: dict[int, asyncio.Task[Captured | None]] = field(default_factory=dict)  # by checkpoint
 
     def read(self, event: Progress) -> Reading:
-        self.slot.doing, self.slot.total = "reading", event.total
+        self.slot.doing, self.slot.total = "reading" if event.held < event.total else "ready", event.total
         self.slot.tokens = self.prompt.tokens[: event.held]
         return Reading(held=event.held, total=event.total)
 
     def wrote(self, event: Delta) -> Text:
-        self.slot.doing, self.slot.tokens = "writing", self.prompt.tokens
+        self.slot.doing, self.slot.tokens = "active", self.prompt.tokens
         self.generated.append(unpack_tokens(event.tokens))
         return Text(text=event.text, n_tokens=len(self.generated[-1]))
 
@@ -154,7 +169,8 @@ class Running:
 async def prepare(engine: Engine, request: TurnRequest) -> Prompt:
     """Render and tokenise; the engine's text thread does it, so other slots go on decoding."""
     messages = None if request.messages is None else msgspec.json.encode(request.messages)
-    prepared = await engine.prepare(messages_json=messages, text=request.text)
+    owner = request.namespace if request.cache_prompt else None
+    prepared = await engine.prepare(messages_json=messages, text=request.text, owner=owner)
     root = prefix.root_key(engine.info.fingerprint, request.namespace)
     return Prompt(root=root, tokens=unpack_tokens(prepared.tokens))
 

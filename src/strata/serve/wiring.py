@@ -25,7 +25,14 @@ from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
 from strata.errors import ConfigError, EngineGone, LevelError, NotSupported
 from strata.rules import prefix
-from strata.serve.limits import archive_limits, cache_limits, disk_limits, floors_of, system_prompt_limits
+from strata.serve.limits import (
+    archive_limits,
+    cache_limits,
+    disk_limits,
+    floors_of,
+    queue_limits,
+    system_prompt_limits,
+)
 from strata.serve.request import TurnEvent, TurnRequest
 from strata.serve.sessions import Sessions, slot_list
 from strata.serve.slots import Slots
@@ -96,7 +103,7 @@ class Server:
         if choices and remembered is None and self._config.flash_attention == "auto":
             choices.keep_flash_attention(model, info.flash_attention)
         cache = self._open_cache(engine, info)
-        slots = Slots(info.slots)
+        slots = Slots(info.slots, limits=queue_limits(self._config))
         if not info.cuttable:
             slots.resume_point = cache.resume_point if cache is not None else lambda root, tokens: 0
         if cache is not None:
@@ -326,7 +333,7 @@ class Server:
                 "id": slot.index,
                 "state": slot.doing,
                 "tokens": len(slot.tokens),
-                "total": slot.total if slot.doing == "reading" else None,
+                "total": slot.total if slot.doing in ("reading", "ready") else None,
                 "parked": not slot.owed or shop.slots.is_kept(slot.index),
                 "parking": len(slot.parkings),
             }
@@ -339,6 +346,7 @@ class Server:
             "engine": {"state": engine.state, "pid": engine.pid, "generation": engine.generation, **self.facts()},
             "slots": slots,
             "waiting": shop.slots.waiting,
+            "queue": shop.slots.queue.status(),
             "levels": [] if shop.cache is None else shop.cache.status(),
             "cache": None if shop.cache is None else cache_status(shop.cache, len(shop.parks)),
             "system_prompts": None if shop.cache is None else system_prompt_status(shop.cache),

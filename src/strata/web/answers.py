@@ -7,6 +7,7 @@ chunks look like is that API's module's business (`Dialect`).
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from strata.errors import EngineGone, StrataError
-from strata.serve.request import Completed, Reading, Started, Text, TurnEvent, TurnRequest
+from strata.serve.request import Completed, Reading, Started, Text, TurnEvent, TurnRequest, Waiting
 from strata.web.errors import json_response, strata_error_content
 from strata.web.exchange import ClientGone, Exchange, Exchanges
 
@@ -29,7 +30,7 @@ class Limits:
     body_bytes: int = 64 << 20
     keep_alive_s: float = 10.0
     started_wait_s: float = 5.0
-    progress_s: float = 1.0  # least time between two comments about reading
+    progress_s: float = 1.0  # least time between two comments about waiting or reading
 
 
 class Dialect(Protocol):
@@ -81,29 +82,40 @@ class StreamedAnswer(Response):
         async with self._exchanges.begin(self._request, receive) as exchange:
             try:
                 await exchange.event()  # Admitted, or the error that keeps the request from being admitted
-                first = await exchange.event(within_s=self._limits.started_wait_s)
+                first = await self._first(exchange)
                 await send(_stream_start(first))
                 await self._stream(exchange, first, send)
             except ClientGone:
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _first(self, exchange: Exchange) -> TurnEvent | None:
+        """What the headers wait for: the cache report. When it takes too long, the last place in the queue, or None."""
+        now = asyncio.get_running_loop().time
+        deadline, place = now() + self._limits.started_wait_s, None
+        while (left_s := deadline - now()) > 0:
+            event = await exchange.event(within_s=left_s)
+            if not isinstance(event, Waiting):
+                return event or place
+            place = event
+        return place
+
     async def _stream(self, exchange: Exchange, event: TurnEvent | None, send: Send) -> None:
         now = asyncio.get_running_loop().time
         comment = b": waiting\n\n"
-        out, sent_at = self._dialect.opening(), now()
+        out, sent_at, told_at = self._dialect.opening(), now(), -math.inf
         try:
             while True:
                 match event:
                     case Text(text=text) if text:
                         out += self._dialect.piece(text)
-                        comment = b": writing\n\n"
+                        comment = b": active\n\n"
                     case Started():
                         comment = b": reading\n\n"
-                    case Reading(held=held, total=total):
-                        comment = f": reading {held}/{total}\n\n".encode()
-                        if now() - sent_at >= self._limits.progress_s:
-                            out += comment
+                    case Waiting() | Reading():
+                        comment = _progress(event)
+                        if now() - told_at >= self._limits.progress_s:
+                            out, told_at = out + comment, now()
                     case Completed():
                         await _send_part(send, out + self._dialect.closing(_finished(event)))
                         return
@@ -118,6 +130,14 @@ class StreamedAnswer(Response):
         except StrataError as error:
             # The headers are gone: the error is the last event, and no [DONE] follows that would look like an end.
             await _send_part(send, sse_data(strata_error_content(error)))
+
+
+def _progress(event: Waiting | Reading) -> bytes:
+    """How far a request is, as a comment: its place in the queue, tokens read, or that its first token is due."""
+    if isinstance(event, Waiting):
+        return f": wait_slot {event.position}/{event.total}\n\n".encode()
+    state = "reading" if event.held < event.total else "ready"
+    return f": {state} {event.held}/{event.total}\n\n".encode()
 
 
 def _stream_start(event: TurnEvent | None) -> dict[str, Any]:

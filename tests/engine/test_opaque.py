@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.engine.conftest import MakeContext
-from tests.engine.test_kept_turns import FIRST, SECOND
+from tests.engine.test_kept_turns import FIRST, SECOND, WORDS
 from tests.serve.running import RunningServer
 
 from strata.engine.selftest import self_test
+from strata.types import BLOCK_BYTES
 
 MODEL = "deepseek32"
 
@@ -71,4 +72,26 @@ def test_images_outlive_a_restart_and_are_bounded_and_counted(tiny_paths: dict[s
         after = images(cold)
         assert len(after) == 3 and after[0] == before[0] and after[1] > before[2]
         assert level["used_bytes"] >= sum(after)
+        server.stop()
+
+
+def test_an_image_of_several_blocks(tiny_paths: dict[str, Path], tmp_path: Path) -> None:
+    log, cold = tmp_path / "log", tmp_path / "cold"
+    long = ({"role": "user", "content": WORDS * 108},)
+    later = (*long, {"role": "assistant", "content": "It does."}, {"role": "user", "content": "Go on."})
+    flags = (f"--model={tiny_paths[MODEL]}", "--threads=1", "--context=4096", "--kv=f32", "--prompt-cache=1")
+    with RunningServer(log, *flags, cold=tmp_path / "twin") as server:
+        _, first, _ = ask(server, long, 1)
+        cached, second, expected = ask(server, later, 64)
+        assert cached == first
+        server.stop()
+    with RunningServer(log, *flags, cold=cold) as server:
+        ask(server, long, 1)
+        server.settled()
+        (size,) = images(cold)
+        assert size > BLOCK_BYTES + 4096
+        server.stop()
+    with RunningServer(log, *flags, cold=cold) as server:
+        assert ask(server, later, 64) == (first, second, expected)
+        assert (server.counters["restores"], server.counters["restore_failures"]) == (1, 0)
         server.stop()

@@ -228,7 +228,7 @@ def mamba(path: Path, source: GGUFReader) -> None:
 
 def deepseek32(path: Path, source: GGUFReader) -> None:
     """Latent attention with a cache for its index beside it (DSA): a state that `layout.py` cannot read."""
-    q_rank, kv_rank, rope, plain, index_heads, index_dim = 32, 64, 32, 32, 2, 64
+    q_rank, kv_rank, rope, plain, index_heads, index_dim = 32, 512, 32, 32, 2, 64
     model = TinyModel(path, "deepseek32", 2, source)
     model.number("attention.head_count", HEADS)
     model.number("attention.head_count_kv", 1)

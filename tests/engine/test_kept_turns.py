@@ -134,6 +134,7 @@ async def twin(wanted: EngineSettings, stops: list[int]) -> str:
         ("mamba", {"layer_split": (1, 1, 2)}, ()),
         ("gemma3", {}, (1, 1)),
         ("gemma3", {"swa_full": False, "layer_split": (1, 1, 2)}, (1, 1)),
+        ("deepseek32", {}, ()),
     ],
 )
 def test_the_next_turn_is_right_in_a_new_process(

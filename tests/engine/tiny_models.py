@@ -64,6 +64,11 @@ class TinyModel:
     def matrix(self, name: str, n_out: int, n_in: int, dtype: type = np.float16) -> None:
         self._writer.add_tensor(name, (self._random.standard_normal((n_out, n_in)) / np.sqrt(n_in)).astype(dtype))
 
+    def matrices(self, name: str, count: int, n_out: int, n_in: int) -> None:
+        """One matrix per head."""
+        values = self._random.standard_normal((count, n_out, n_in)) / np.sqrt(n_in)
+        self._writer.add_tensor(name, values.astype(np.float16))
+
     def vector(self, name: str, values: np.ndarray) -> None:
         self._writer.add_tensor(name, values.astype(np.float32))
 
@@ -221,6 +226,50 @@ def mamba(path: Path, source: GGUFReader) -> None:
     model.save()
 
 
+def deepseek32(path: Path, source: GGUFReader) -> None:
+    """Latent attention with a cache for its index beside it (DSA): a state that `layout.py` cannot read."""
+    q_rank, kv_rank, rope, plain, index_heads, index_dim = 32, 512, 32, 32, 2, 64
+    model = TinyModel(path, "deepseek32", 2, source)
+    model.number("attention.head_count", HEADS)
+    model.number("attention.head_count_kv", 1)
+    attention = {
+        "key_length": kv_rank + rope,
+        "value_length": kv_rank,
+        "key_length_mla": plain + rope,
+        "value_length_mla": HEAD_DIM,
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": kv_rank,
+        "indexer.head_count": index_heads,
+        "indexer.key_length": index_dim,
+        "indexer.top_k": 64,
+    }
+    experts = {"leading_dense_block_count": model.n_layers, "expert_count": 4, "expert_used_count": 2}
+    experts |= {"expert_feed_forward_length": 32, "expert_shared_count": 1, "expert_gating_func": 2}
+    for key, value in {**{f"attention.{key}": value for key, value in attention.items()}, **experts}.items():
+        model.number(key, value)
+    model.number("rope.dimension_count", rope)
+    model.number("vocab_size", VOCABULARY)
+    model.matrix("output.weight", VOCABULARY, EMBED)
+    for prefix in (f"blk.{i}." for i in range(model.n_layers)):
+        model.ones(prefix + "attn_norm.weight", EMBED)
+        model.ones(prefix + "ffn_norm.weight", EMBED)
+        model.matrix(prefix + "attn_q_a.weight", q_rank, EMBED)
+        model.ones(prefix + "attn_q_a_norm.weight", q_rank)
+        model.matrix(prefix + "attn_q_b.weight", HEADS * (plain + rope), q_rank)
+        model.matrix(prefix + "attn_kv_a_mqa.weight", kv_rank + rope, EMBED)
+        model.ones(prefix + "attn_kv_a_norm.weight", kv_rank)
+        model.matrices(prefix + "attn_k_b.weight", HEADS, kv_rank, plain)
+        model.matrices(prefix + "attn_v_b.weight", HEADS, HEAD_DIM, kv_rank)
+        model.matrix(prefix + "attn_output.weight", EMBED, HEADS * HEAD_DIM)
+        model.feed_forward(prefix)
+        model.matrix(prefix + "indexer.attn_k.weight", index_dim, EMBED)
+        model.ones(prefix + "indexer.k_norm.weight", index_dim)
+        model.noise(prefix + "indexer.k_norm.bias", index_dim)
+        model.matrix(prefix + "indexer.proj.weight", index_heads, EMBED)
+        model.matrix(prefix + "indexer.attn_q_b.weight", index_heads * index_dim, q_rank)
+    model.save()
+
+
 TINY: dict[str, Callable[[Path, GGUFReader], None]] = {
     "qwen2vl": qwen2vl,
     "gemma3": gemma3,
@@ -228,6 +277,7 @@ TINY: dict[str, Callable[[Path, GGUFReader], None]] = {
     "lfm2": lfm2,
     "lfm2_window": lfm2_window,
     "mamba": mamba,
+    "deepseek32": deepseek32,
 }
 
 

@@ -117,6 +117,22 @@ class HookedEngine(FakeEngine):
         work = super().apply
         return await self._job("apply", lambda: work(slot, **block))
 
+    async def hold(self, slot: int) -> Done:
+        work = super().hold
+        return await self._job("hold", lambda: work(slot))
+
+    async def capture_checkpoint(self, checkpoint: int, offset: int, span: Span) -> Done:
+        work = super().capture_checkpoint
+        return await self._job("capture", lambda: work(checkpoint, offset, span))
+
+    async def release_checkpoint(self, checkpoint: int) -> Done:
+        work = super().release_checkpoint
+        return await self._job("release", lambda: work(checkpoint))
+
+    async def apply_checkpoint(self, slot: int, *, position: int, offset: int, total: int, span: Span) -> Done:
+        work = super().apply_checkpoint
+        return await self._job("apply", lambda: work(slot, position=position, offset=offset, total=total, span=span))
+
     def run(self, command: Run) -> HookedRun:
         self.step("run")
         return HookedRun(self, super().run(command), command.slot)

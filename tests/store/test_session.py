@@ -20,12 +20,14 @@ from tests.store.crashfs import CrashFS, PowerCut
 from tests.store.samples import BLOCK_TOKENS, STAGES, conversation, files_below
 
 from strata.errors import DamagedFile, DiskRefused, LevelError
-from strata.store.format import Manifest, decode_manifest, digest, encode_manifest
+from strata.store.format import MAX_CHECKPOINT_BYTES, Manifest, decode_manifest, digest, encode_manifest
 from strata.store.fs import Disk, aligned_buffer
 from strata.store.session import SessionFile, SessionFolder
 from strata.store.session_format import (
     DIGEST_BYTES,
     MAX_SESSION_BLOCKS,
+    CheckpointPart,
+    Rows,
     SessionPlan,
     decode_head,
     encode_foot,
@@ -39,9 +41,8 @@ MOST_TOKENS = 4096
 NAME = "talk.bin"
 
 
-def plan_of(manifest: Manifest, checkpoint_bytes: int = 0) -> SessionPlan:
-    body = encode_manifest(manifest)
-    return plan_session(manifest, manifest_bytes=len(body), kv="f16", checkpoint_bytes=checkpoint_bytes)
+def plan_of(manifest: Manifest) -> SessionPlan:
+    return plan_session(manifest, manifest_bytes=len(encode_manifest(manifest)), kv="f16")
 
 
 def payload(index: int, n_bytes: int) -> bytes:
@@ -64,11 +65,8 @@ def payloads(plan: SessionPlan, fail_at: int | None = None) -> Iterator[memoryvi
         yield view
 
 
-def save(
-    folder: SessionFolder, manifest: Manifest, name: str = NAME, owner: str = "", checkpoint_bytes: int = 0
-) -> int:
-    blocks = payloads(plan_of(manifest, checkpoint_bytes))
-    return folder.write(owner, name, manifest, "f16", blocks, checkpoint_bytes)
+def save(folder: SessionFolder, manifest: Manifest, name: str = NAME, owner: str = "") -> int:
+    return folder.write(owner, name, manifest, "f16", payloads(plan_of(manifest)))
 
 
 def load(folder: SessionFolder, name: str = NAME, owner: str = "") -> tuple[SessionFile, list[bytes]]:
@@ -92,33 +90,55 @@ def folder(tmp_path: Path) -> SessionFolder:
     return SessionFolder.open(tmp_path / "sessions")
 
 
-def saved(folder: SessionFolder) -> Path:
-    save(folder, MANIFEST)
+def saved(folder: SessionFolder, manifest: Manifest = MANIFEST) -> Path:
+    save(folder, manifest)
     return folder.root / NAME
+
+
+WITH_CHECKPOINT = conversation(1, 300, frontier=280, checkpoints=[(300, 9000)])
+CHECKPOINT_ALONE = conversation(1, 300, frontier=280, stages=(), checkpoints=[(300, 9000)])
+every_memory = pytest.mark.parametrize(
+    "manifest", [MANIFEST, WITH_CHECKPOINT, CHECKPOINT_ALONE], ids=["rows", "rows and a checkpoint", "a checkpoint"]
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- all is well
 
 
 @pytest.mark.parametrize("n_tokens", [1, 99, 100, 256, 300, 1024])
-@pytest.mark.parametrize("checkpoint_bytes", [0, 5000, BLOCK_BYTES + 1])
-def test_what_was_written_comes_back(folder: SessionFolder, n_tokens: int, checkpoint_bytes: int) -> None:
-    manifest = conversation(1, n_tokens)
-    size = save(folder, manifest, checkpoint_bytes=checkpoint_bytes)
+@pytest.mark.parametrize(("stages", "checkpoint_bytes"), [(STAGES, 0), (STAGES, 5000), ((), BLOCK_BYTES + 1)])
+def test_what_was_written_comes_back(
+    folder: SessionFolder, n_tokens: int, stages: tuple[StageShape, ...], checkpoint_bytes: int
+) -> None:
+    at_the_end = [(n_tokens, checkpoint_bytes)] if checkpoint_bytes else []
+    manifest = conversation(1, n_tokens, stages=stages, checkpoints=at_the_end)
+    size = save(folder, manifest)
     file, blocks = load(folder)
     assert file.plan.manifest == manifest
     assert file.head.kv == "f16"
     assert size == file.plan.file_bytes == (folder.root / NAME).stat().st_size
     assert blocks == [payload(i, block.length) for i, block in enumerate(file.plan.blocks)]
     assert all(block.offset % PAGE == 0 and block.length <= BLOCK_BYTES for block in file.plan.blocks)
-    assert sum(len(b) for b in blocks[len(file.plan.ranges) * len(STAGES) :]) == checkpoint_bytes
+    parts = [piece.length for piece in file.plan.pieces if isinstance(piece, CheckpointPart)]
+    assert sum(parts) == checkpoint_bytes and len(parts) == -(-checkpoint_bytes // BLOCK_BYTES)
 
 
-def test_ranges_and_their_blocks(folder: SessionFolder) -> None:
-    plan = plan_of(MANIFEST)
-    assert plan.ranges == ((0, 100), (100, 200), (200, 256), (256, 280), (280, 300))
-    lengths = [[plan.blocks[i].length for i in plan.blocks_of(r)] for r in range(5)]
-    assert lengths == [[s.payload_bytes(b - a) for s in STAGES] for a, b in plan.ranges]
+def test_pieces_and_their_blocks() -> None:
+    plan = plan_of(conversation(1, 300, frontier=280, checkpoints=[(300, BLOCK_BYTES + 7)]))
+    ranges = ((0, 100), (100, 200), (200, 256), (256, 280), (280, 300))
+    rows = [Rows(start=a, end=b) for a, b in ranges]
+    last = [CheckpointPart(offset=0, length=BLOCK_BYTES), CheckpointPart(offset=BLOCK_BYTES, length=7)]
+    assert list(plan.pieces) == [*rows, *last]
+    lengths = [[plan.blocks[i].length for i in plan.blocks_of(p)] for p in range(len(plan.pieces))]
+    assert lengths == [*([s.payload_bytes(b - a) for s in STAGES] for a, b in ranges), [BLOCK_BYTES], [7]]
+    assert [i for p in range(len(plan.pieces)) for i in plan.blocks_of(p)] == list(range(plan.n_blocks))
+
+
+@pytest.mark.parametrize("positions", [[299], [280, 300], [1]])
+def test_a_checkpoint_lies_at_the_end_and_there_is_one(folder: SessionFolder, positions: list[int]) -> None:
+    with pytest.raises(DamagedFile) as error:
+        plan_of(conversation(1, 300, frontier=280, checkpoints=[(at, 100) for at in positions]))
+    assert error.value.field == "checkpoints"
 
 
 def test_it_is_private_and_replaced_in_one_step(folder: SessionFolder) -> None:
@@ -156,10 +176,11 @@ def refused(folder: SessionFolder) -> str:
     return error.value.field
 
 
-def test_every_flipped_byte_is_noticed(folder: SessionFolder) -> None:
-    path = saved(folder)
+@every_memory
+def test_every_flipped_byte_is_noticed(folder: SessionFolder, manifest: Manifest) -> None:
+    path = saved(folder, manifest)
     good = path.read_bytes()
-    plan = plan_of(MANIFEST)
+    plan = plan_of(manifest)
     edges = {block.offset for block in plan.blocks} | {block.offset + block.length for block in plan.blocks}
     places = {*range(200), *range(PAGE, PAGE + plan.manifest_bytes, 7), *range(0, len(good), 997)}
     places |= {plan.table_offset + i for i in range(plan.table_bytes)} | {plan.foot_offset + i for i in range(80)}
@@ -171,8 +192,9 @@ def test_every_flipped_byte_is_noticed(folder: SessionFolder) -> None:
     load(folder)
 
 
-def test_every_truncation_and_extension_is_noticed(folder: SessionFolder) -> None:
-    path = saved(folder)
+@every_memory
+def test_every_truncation_and_extension_is_noticed(folder: SessionFolder, manifest: Manifest) -> None:
+    path = saved(folder, manifest)
     good = path.read_bytes()
     for size in {*range(0, len(good), 509), *range(0, len(good), PAGE), len(good) - 1, 1, PAGE - 1, PAGE + 1}:
         with path.open("r+b") as file:
@@ -184,8 +206,14 @@ def test_every_truncation_and_extension_is_noticed(folder: SessionFolder) -> Non
         refused(folder)
 
 
-def rewritten(good: bytes, *, manifest: bytes | None = None, head: Callable[[bytearray], None] | None = None) -> bytes:
-    """The file with another manifest or head, and all checksums right again."""
+def rewritten(
+    good: bytes,
+    *,
+    manifest: bytes | None = None,
+    head: Callable[[bytearray], None] | None = None,
+    of: Manifest = MANIFEST,
+) -> bytes:
+    """The file of `of` with another manifest or head, and all checksums right again."""
     old = decode_head(good[:PAGE])
     body = good[PAGE : PAGE + old.manifest_bytes] if manifest is None else manifest
     rest = good[PAGE + pad_to_page(old.manifest_bytes) : -PAGE]
@@ -196,7 +224,7 @@ def rewritten(good: bytes, *, manifest: bytes | None = None, head: Callable[[byt
     if head is not None:
         head(page)
     page[-DIGEST_BYTES:] = digest(bytes(page[:-DIGEST_BYTES]))
-    plan = plan_of(MANIFEST)
+    plan = plan_of(of)
     table = good[plan.table_offset : plan.table_offset + plan.table_bytes]
     foot = encode_foot(file_bytes=size, head=bytes(page), manifest=body, table=table)
     return bytes(page) + body.ljust(pad_to_page(len(body)), b"\0") + rest + foot
@@ -222,7 +250,7 @@ def put(at: int, value: int) -> Callable[[bytearray], None]:
         (put(24, MAX_SESSION_BLOCKS), "blocks"),
         (put(24, MAX_SESSION_BLOCKS + 1), "blocks"),
         (put(24, (1 << 64) - 1), "blocks"),
-        (put(32, 1), "blocks"),
+        (put(32, 1), "checkpoint_bytes"),
         (put(32, 1 << 63), "checkpoint_bytes"),
         (put(40, 0), "size"),
         (put(40, 1 << 62), "size"),
@@ -251,6 +279,25 @@ def test_a_manifest_that_does_not_fit_its_blocks_is_refused(folder: SessionFolde
     assert refused(folder) == "tokens"
     path.write_bytes(rewritten(good, manifest=b"x" * 500))
     assert refused(folder) == "magic"
+
+
+def test_a_manifest_that_does_not_fit_its_checkpoint_is_refused(folder: SessionFolder) -> None:
+    path = saved(folder, WITH_CHECKPOINT)
+    good = path.read_bytes()
+    assert rewritten(good, of=WITH_CHECKPOINT) == good
+    for checkpoints, field in (
+        ([], "checkpoint_bytes"),
+        ([(300, 8999)], "checkpoint_bytes"),
+        ([(300, 9001)], "checkpoint_bytes"),
+        ([(299, 9000)], "checkpoints"),
+        ([(280, 9000), (300, 9000)], "checkpoints"),
+    ):
+        other = encode_manifest(conversation(1, 300, frontier=280, checkpoints=checkpoints))
+        path.write_bytes(rewritten(good, manifest=other, of=WITH_CHECKPOINT))
+        assert refused(folder) == field
+    for value in (0, 8999, 9001, MAX_CHECKPOINT_BYTES, MAX_CHECKPOINT_BYTES + 1, 1 << 63):
+        path.write_bytes(rewritten(good, head=put(32, value), of=WITH_CHECKPOINT))
+        assert refused(folder) == "checkpoint_bytes"
 
 
 def test_too_many_or_too_large_blocks_are_refused_before_they_are_listed() -> None:

@@ -1,8 +1,10 @@
 """Engine <-> session file, streamed: a conversation goes to one portable file and comes back from it.
 
-Two blocks are held at once, never more, and nothing else that grows with the conversation but its tokens and 16 bytes
+Two pieces are held at once, never more, and nothing else that grows with the conversation but its tokens and 16 bytes
 per block: while one is written, the next is captured; while one is applied, the next is read and verified. One session
-moves at a time, so this bounds the whole server. A block is one range of tokens, all stages.
+moves at a time, so this bounds the whole server. A piece is a range of tokens, all stages, or a block of the checkpoint
+of memory that cannot be cut (session_pieces.py). The engine must have all of a checkpoint at once: llama.cpp gives and
+takes it in one call. That is admitted too.
 
 A save is captured between the steps of other slots. A restore reads the file twice (SPEC §7): `check` validates all of
 it with the engine untouched; `apply` reads it again, refuses a file that has changed, and verifies every block once
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -22,20 +24,35 @@ from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import block_lengths
 from strata.cache.counters import CacheCounters
+from strata.cache.session_pieces import (
+    Captures,
+    Held,
+    Target,
+    apply_piece,
+    hold,
+    most_piece_bytes,
+    no_memory,
+    piece_lengths,
+    take,
+)
 from strata.cache.writing import manifest_of
 from strata.engine.protocol import Engine
-from strata.errors import DamagedFile, DiskRefused, EngineGone, EngineRefused, NoMemory, NotFound, SessionRefused
+from strata.errors import DamagedFile, DiskRefused, EngineGone, EngineRefused, NotFound, SessionRefused
 from strata.rules import prefix
 from strata.rules.stages import is_split
 from strata.store.arena import Arena
+from strata.store.format import CheckpointEntry, Manifest
 from strata.store.session import SessionFile, SessionFolder
-from strata.types import MIB, Key, Span, StageShape, Tokens
+from strata.store.session_format import Rows, pieces_of
+from strata.types import BLOCK_BYTES, MIB, Key, Span, Tokens
 
 log = logging.getLogger("strata.sessions")
 
 SESSION_ARENA_BYTES = 64 * MIB
 """The arena's share for sessions: two of the largest blocks, with their head room."""
 BLOCKS_AT_ONCE = 2
+ENGINE_COPIES = 2
+"""Of a checkpoint that is captured the engine has what llama.cpp gives and, for a moment, its canonical form."""
 
 T = TypeVar("T")
 
@@ -97,43 +114,30 @@ class SessionMover:
 
     @asynccontextmanager
     async def _turn(self, what: str) -> AsyncIterator[None]:
-        """This session's turn, once memory admits its blocks. Raises NoMemory."""
+        """This session's turn, once memory admits its pieces. Raises NoMemory."""
         async with self._one_at_a_time:
-            info = self._engine.info  # a file of another split needs other head room, which is little
-            need_bytes = BLOCKS_AT_ONCE * sum(block_lengths(self._engine, info.block_tokens, info.stages))
-            if not self._admission.read(what, need_bytes).admitted:
-                raise _no_memory(need_bytes)
+            self._admit(what, BLOCKS_AT_ONCE * most_piece_bytes(self._engine))
             yield
 
-    def _take(self, n_tokens: int, stages: Sequence[StageShape]) -> tuple[Span, ...]:
-        """The spans of one block, one per stage. Raises NoMemory."""
-        lengths = block_lengths(self._engine, n_tokens, stages)
-        spans = self._pool.try_take(lengths, "restore")
-        if spans is None:
-            raise _no_memory(sum(lengths))
-        return spans
+    def _admit(self, what: str, need_bytes: int) -> None:
+        if not self._admission.read(what, need_bytes).admitted:
+            raise no_memory(need_bytes)
 
     # ---------------------------------------------------------------------------------------------------------- save
 
     async def save(self, state: SessionState, *, owner: str, name: str) -> int:
         """Write the session `name` of `owner`; bytes written, durable when this returns.
 
-        Raises DiskRefused, NoMemory, EngineGone, EngineRefused, SessionRefused (a name that is no file); then nothing
-        is left behind, and a session that had this name is as it was.
+        Raises DiskRefused, NoMemory, EngineGone, EngineRefused, Busy, SessionRefused (a name that is no file); then
+        nothing is left behind, and a session that had this name is as it was.
         """
-        info, born = self._engine.info, self._engine.generation
-        segments = prefix.chain(state.root, state.tokens, prefix.cuts(len(state.tokens), state.frontier))
-        manifest = manifest_of(
-            self._engine,
-            tokens=state.tokens,
-            frontier=state.frontier,
-            conversation=state.conversation,
-            segments=segments,
-        )
-        ranges = [r for s in segments for r in prefix.blocks(s.start, s.end, info.block_tokens)]
-        async with self._turn("API session save"):
-            captures = _Captures(self, state.slot, ranges, born)
-            job = asyncio.to_thread(self.folder.write, owner, name, manifest, info.kv, captures.payloads())
+        engine, born = self._engine, self._engine.generation
+        async with self._turn("API session save"), hold(engine, state.slot, len(state.tokens), born) as held:
+            if held.checkpoint_bytes:
+                self._admit("API session save", ENGINE_COPIES * held.checkpoint_bytes)
+            manifest = self._manifest(state, held)
+            captures = Captures(engine, self._pool, held, pieces_of(manifest))
+            job = asyncio.to_thread(self.folder.write, owner, name, manifest, engine.info.kv, captures.payloads())
             try:
                 with _refusals(name):
                     n_bytes = await _whole(job, captures.stop)
@@ -142,6 +146,18 @@ class SessionMover:
         self.counters.saved += 1
         self.counters.saved_bytes += n_bytes
         return n_bytes
+
+    def _manifest(self, state: SessionState, held: Held) -> Manifest:
+        n_tokens = len(state.tokens)
+        entry = CheckpointEntry(position=n_tokens, n_bytes=held.checkpoint_bytes)
+        return manifest_of(
+            self._engine,
+            tokens=state.tokens,
+            frontier=state.frontier,
+            conversation=state.conversation,
+            segments=prefix.chain(state.root, state.tokens, prefix.cuts(n_tokens, state.frontier)),
+            checkpoints=(entry,) if held.checkpoint else (),
+        )
 
     # ------------------------------------------------------------------------------------------------------- restore
 
@@ -189,14 +205,17 @@ class SessionMover:
         ids = manifest.token_ids
         if int(ids.min()) < 0 or int(ids.max()) >= info.vocab_tokens:
             _refuse("tokens", f"ids outside the {info.vocab_tokens} of this model")
-        if file.plan.checkpoint_bytes:
-            _refuse("checkpoint_bytes", "it has a checkpoint, which this server cannot restore")
+        if bool(manifest.checkpoints) == info.cuttable:
+            _refuse("checkpoints", "it has one too many" if info.cuttable else "it has none, which this model needs")
+        if file.plan.checkpoint_bytes > info.checkpoint_bytes:
+            most = f"at most {info.checkpoint_bytes}"
+            _refuse("checkpoints", f"its checkpoint has {file.plan.checkpoint_bytes} bytes; this model's have {most}")
 
     async def _check_blocks(self, file: SessionFile) -> None:
-        spans = self._take(self._engine.info.block_tokens, file.plan.manifest.stages)
-        view = max((self._pool.place(span) for span in spans), key=len)
+        largest = max(block.padded for block in file.plan.blocks)
+        spans = take(self._pool, (self._engine.info.head_room + largest,))
         try:
-            await _whole(asyncio.to_thread(self.folder.check_blocks, file, view))
+            await _whole(asyncio.to_thread(self.folder.check_blocks, file, self._pool.place(spans[0])))
         finally:
             self._pool.give_back(spans)
 
@@ -214,6 +233,8 @@ class SessionMover:
                     if plan.manifest.identity != self._engine.info.fingerprint:
                         _refuse("identity", "the engine was replaced by another one meanwhile")
                     await asyncio.to_thread(self.folder.check_unchanged, file)
+                    if plan.checkpoint_bytes > BLOCK_BYTES:  # a smaller one is taken from where it was read to
+                        self._admit("streamed session restore", plan.checkpoint_bytes)
                     held = await self._apply_all(file, slot, born)
             self._check_engine(born)
             if held != plan.manifest.n_tokens:
@@ -228,16 +249,22 @@ class SessionMover:
         return held
 
     async def _apply_all(self, file: SessionFile, slot: int, born: int) -> int:
-        """The positions held; the next range is read while one is applied."""
-        ranges, held = file.plan.ranges, 0
+        """The positions held; the next piece is read while one is applied."""
+        plan, held = file.plan, 0
+        target = Target(
+            slot=slot,
+            tokens=plan.manifest.token_ids,
+            stages=plan.manifest.stages,
+            checkpoint_bytes=plan.checkpoint_bytes,
+        )
         reading: asyncio.Task[tuple[Span, ...]] | None = asyncio.create_task(self._read(file, 0))
         try:
-            for index in range(len(ranges)):
-                assert reading is not None, "every range is read"
+            for index in range(len(plan.pieces)):
+                assert reading is not None, "every piece is read"
                 spans = await asyncio.shield(reading)
-                reading = asyncio.create_task(self._read(file, index + 1)) if index + 1 < len(ranges) else None
+                reading = asyncio.create_task(self._read(file, index + 1)) if index + 1 < len(plan.pieces) else None
                 try:
-                    held = await _whole(self._apply_range(file, index, spans, slot, born))
+                    held = await _whole(self._apply_piece(file, index, spans, target, born))
                 finally:
                     self._pool.give_back(spans)
             return held
@@ -247,22 +274,16 @@ class SessionMover:
                 if reading.exception() is None:
                     self._pool.give_back(reading.result())
 
-    async def _apply_range(self, file: SessionFile, index: int, spans: tuple[Span, ...], slot: int, born: int) -> int:
-        start, end = file.plan.ranges[index]
-        manifest = file.plan.manifest
-        done = await self._engine.apply(
-            slot,
-            start=start,
-            end=end,
-            from_=start,
-            upto=end,
-            spans=spans,
-            tokens=manifest.token_ids[start:end],
-            stages=manifest.stages,
-        )
+    async def _apply_piece(
+        self, file: SessionFile, index: int, spans: tuple[Span, ...], target: Target, born: int
+    ) -> int:
+        piece = file.plan.pieces[index]
+        done = await apply_piece(self._engine, target, piece, spans)
         self._check_engine(born)
-        if not done.ok or done.held != end:
-            _refuse("payload", done.reason or f"slot {slot} holds {done.held} positions instead of {end}")
+        if not done.ok:
+            _refuse("payload", done.reason)
+        if isinstance(piece, Rows) and done.held != piece.end:
+            _refuse("payload", f"slot {target.slot} holds {done.held} positions instead of {piece.end}")
         return done.held
 
     def _check_engine(self, born: int) -> None:
@@ -270,9 +291,8 @@ class SessionMover:
             raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
 
     async def _read(self, file: SessionFile, index: int) -> tuple[Span, ...]:
-        """One verified range, all stages, in the arena."""
-        start, end = file.plan.ranges[index]
-        spans = self._take(end - start, file.plan.manifest.stages)
+        """One verified piece, in the arena."""
+        spans = take(self._pool, piece_lengths(self._engine, file.plan.pieces[index], file.plan.manifest.stages))
         jobs = [
             asyncio.to_thread(self.folder.read_block, file, block, self._pool.place(span))
             for block, span in zip(file.plan.blocks_of(index), spans, strict=True)
@@ -285,76 +305,6 @@ class SessionMover:
         return spans
 
 
-class _Captures:
-    """The blocks of a slot for the writing thread: one is captured ahead of the one that is written."""
-
-    def __init__(self, mover: SessionMover, slot: int, ranges: list[tuple[int, int]], born: int) -> None:
-        """`born`: the generation of the engine process that holds them."""
-        self.stopped = False
-        self._mover = mover
-        self._slot = slot
-        self._ranges = iter(ranges)
-        self._loop = asyncio.get_running_loop()
-        self._born = born
-        self._ahead: asyncio.Task[tuple[tuple[int, int], tuple[Span, ...]]] | None = None
-        self._written: tuple[Span, ...] = ()
-
-    def payloads(self) -> Iterator[memoryview]:
-        """On the writing thread: every block's payload in the file's order, each reused after the next is asked for."""
-        while (views := asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()) is not None:
-            yield from views
-
-    def stop(self) -> None:
-        """No block follows: the writing thread ends, and leaves nothing behind."""
-        self.stopped = True
-
-    async def _next(self) -> list[memoryview] | None:
-        mover = self._mover
-        mover._pool.give_back(self._written)
-        self._written = ()
-        if self.stopped:
-            raise EngineGone("the save was given up")
-        ahead = self._ahead or self._capture_next()
-        self._ahead = None
-        if ahead is None:
-            return None
-        (start, end), self._written = await ahead
-        self._ahead = self._capture_next()
-        stages = mover._engine.info.stages
-        return [
-            mover._pool.payload(span, stage.payload_bytes(end - start))
-            for span, stage in zip(self._written, stages, strict=True)
-        ]
-
-    def _capture_next(self) -> asyncio.Task[tuple[tuple[int, int], tuple[Span, ...]]] | None:
-        place = next(self._ranges, None)
-        return None if place is None else asyncio.create_task(self._capture(*place))
-
-    async def _capture(self, start: int, end: int) -> tuple[tuple[int, int], tuple[Span, ...]]:
-        mover = self._mover
-        spans = mover._take(end - start, mover._engine.info.stages)
-        try:
-            if mover._engine.generation != self._born:
-                raise EngineGone("the engine was replaced during a save; what the slot held is gone", retry_after_s=1)
-            done = await mover._engine.capture(self._slot, start, end, spans)
-            if not done.ok:
-                raise EngineRefused(done.reason or "the engine refused the capture")
-        except BaseException:
-            mover._pool.give_back(spans)
-            raise
-        return (start, end), spans
-
-    async def close(self) -> None:
-        """Give back what is left, once neither the engine nor the thread uses it."""
-        self._mover._pool.give_back(self._written)
-        self._written = ()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            await asyncio.wait({ahead})
-            if not ahead.cancelled() and ahead.exception() is None:
-                self._mover._pool.give_back(ahead.result()[1])
-
-
 async def _whole(job: Awaitable[T], on_cancel: Callable[[], None] = lambda: None) -> T:
     """Wait for a job to its end, also when cancelled meanwhile: it uses memory that is given back afterwards."""
     task = asyncio.ensure_future(job)
@@ -364,15 +314,6 @@ async def _whole(job: Awaitable[T], on_cancel: Callable[[], None] = lambda: None
         on_cancel()
         await asyncio.wait({task})
         raise
-
-
-def _no_memory(need_bytes: int) -> NoMemory:
-    need_mib = -(-need_bytes // MIB)
-    return NoMemory(
-        f"physical memory does not admit {need_mib} MiB now: free some, or lower the floor "
-        "(--conversation-cache-park-min-free-mib)",
-        retry_after_s=5,
-    )
 
 
 def _refuse(field: str, problem: str) -> None:

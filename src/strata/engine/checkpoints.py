@@ -113,11 +113,13 @@ class CheckpointFormat:
         return 2 * _WORD + sum(part.base_bytes + cells * part.cell_bytes for part in self.parts)
 
     def payload(self, blob: Bytes, position: int) -> Bytes:
-        """The canonical payload of a checkpoint taken at `position`. Raises BadState when it lacks something."""
+        """The canonical payload of a checkpoint taken at `position`. Raises BadState when it lacks something.
+
+        An image is `blob` itself, changed: it may be too large to be there twice.
+        """
         if self.layout is None:
-            image = blob.copy()
-            image[_WORD : 2 * _WORD] = 0  # the sequence it was taken from
-            return image
+            blob[_WORD : 2 * _WORD] = 0  # the sequence it was taken from
+            return blob
         first = self.first(position)
         state = canonical(parse(blob, self.layout, self.cells, checkpoint=True), first)
         self._check(state, position)

@@ -108,7 +108,7 @@ class Sessions:
         if problem := session_name_problem(name):
             raise BadRequest(f"filename: {problem}", field="filename")
         info = self._shop.engine.info
-        if info.mode != "segments":
+        if not info.cuttable and not info.checkpoint_bytes:
             raise NotSupported(f"slots of this model cannot be saved or restored: {info.mode_reason}")
 
     def _slot(self, index: int) -> Slot:

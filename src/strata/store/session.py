@@ -100,15 +100,7 @@ class SessionFolder:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def write(
-        self,
-        owner: str,
-        name: str,
-        manifest: Manifest,
-        kv: str,
-        payloads: Iterator[memoryview],
-        checkpoint_bytes: int = 0,
-    ) -> int:
+    def write(self, owner: str, name: str, manifest: Manifest, kv: str, payloads: Iterator[memoryview]) -> int:
         """Write a session, durable and under its name when this returns; its size. One of the same name is replaced.
 
         `payloads`: one per block in the order of `SessionPlan.blocks`, at least as long as the block padded to pages,
@@ -119,7 +111,7 @@ class SessionFolder:
         path = self._path(owner, name)
         self._check_name(path)
         body = encode_manifest(manifest)
-        plan = plan_session(manifest, manifest_bytes=len(body), kv=kv, checkpoint_bytes=checkpoint_bytes)
+        plan = plan_session(manifest, manifest_bytes=len(body), kv=kv)
         temporary = path.with_name(f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         with _disk_errors(path):
             self._check_space(plan.file_bytes)
@@ -186,12 +178,7 @@ class SessionFolder:
         _require(foot.head_digest == digest(page), "head", "the foot belongs to another one")
         body = self._part(path, PAGE, head.manifest_bytes, entry.size, "manifest")
         _require(foot.manifest_digest == digest(body), "manifest", "the foot belongs to another one")
-        plan = plan_session(
-            decode_manifest(body),
-            manifest_bytes=head.manifest_bytes,
-            kv=head.kv,
-            checkpoint_bytes=head.checkpoint_bytes,
-        )
+        plan = plan_session(decode_manifest(body), manifest_bytes=head.manifest_bytes, kv=head.kv)
         check_head(head, plan)
         table = self._part(path, plan.table_offset, plan.table_bytes, entry.size, "table")
         _require(foot.table_digest == digest(table), "table", "the foot belongs to another one")

@@ -3,14 +3,15 @@
     page 0    head: version, sizes and counts, K/V types; its own digest
     then      the manifest, as a level's (format.py)
     then      the blocks: range after range of tokens, of each range one block per stage
-    then      the blocks of a checkpoint of the last position, for memory that cannot be cut (none in this version)
+    then      the blocks of the checkpoint of the last position, for memory that cannot be cut
     then      the table: one xxh3-128 per block
     last page foot: the digests of head, manifest and table, the size of the file; its own digest
 
 Every part starts at a page and is padded with zeros. Where a block lies and how long it is follows from the manifest,
-so the table holds digests only; it comes last, because a file is written in one pass. Pure: encode, decode, and every
-check that needs no other file. What fails one raises DamagedFile, whose `field` names the culprit; lengths and counts
-are bounded before anything is allocated for them.
+so the table holds digests only; it comes last, because a file is written in one pass. A restore takes one piece after
+the other: rows first, the checkpoint last. Pure: encode, decode, and every check that needs no other file. What fails
+one raises DamagedFile, whose `field` names the culprit; lengths and counts are bounded before anything is allocated for
+them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from functools import cached_property
 
 from strata.errors import DamagedFile
 from strata.rules import prefix
-from strata.store.format import MAX_MANIFEST_BYTES, Manifest, digest
+from strata.store.format import MAX_CHECKPOINT_BYTES, MAX_MANIFEST_BYTES, Manifest, digest
 from strata.types import BLOCK_BYTES, PAGE, SEGMENT_TOKENS, pad_to_page
 
 SESSION_VERSION = 1
 MAX_SESSION_BLOCKS = 1 << 20
-MAX_CHECKPOINT_BYTES = 1 << 36
 MAX_KV_BYTES = 64
 DIGEST_BYTES = 16
 
@@ -78,6 +78,42 @@ class SessionBlock:
         return pad_to_page(self.length)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of the tokens [start, end): one block per stage."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPart:
+    """`length` bytes at `offset` of the checkpoint: one block."""
+
+    offset: int
+    length: int
+
+
+Piece = Rows | CheckpointPart
+"""What is in memory at once: captured and written, or read and applied."""
+
+
+def pieces_of(manifest: Manifest) -> Iterator[Piece]:
+    """What a session of a valid manifest consists of, in the order of the file."""
+    starts = (0, *manifest.cuts[:-1])
+    for first, last in zip(starts, manifest.cuts, strict=True):
+        for start, end in prefix.blocks(first, last, manifest.block_tokens):
+            yield Rows(start=start, end=end)
+    total = checkpoint_bytes(manifest)
+    for at in range(0, total, BLOCK_BYTES):
+        yield CheckpointPart(offset=at, length=min(BLOCK_BYTES, total - at))
+
+
+def checkpoint_bytes(manifest: Manifest) -> int:
+    """Size of the session's one checkpoint; 0 without one."""
+    return manifest.checkpoints[-1].n_bytes if manifest.checkpoints else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
     """Where everything lies in the file of one conversation. Get one from `plan_session`."""
@@ -85,38 +121,42 @@ class SessionPlan:
     manifest: Manifest
     manifest_bytes: int
     kv: str
-    checkpoint_bytes: int
 
     def __repr__(self) -> str:
         return f"SessionPlan({self.manifest!r}, {self.n_blocks} blocks, {self.file_bytes} bytes)"
 
     @cached_property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The token ranges that the blocks of rows hold, in order."""
-        m = self.manifest
-        starts = (0, *m.cuts[:-1])
-        return tuple(r for a, b in zip(starts, m.cuts, strict=True) for r in prefix.blocks(a, b, m.block_tokens))
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(pieces_of(self.manifest))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(self.manifest)
 
     @cached_property
     def blocks(self) -> tuple[SessionBlock, ...]:
-        """Every block in the order of the file: of each range one per stage, then the checkpoint's."""
+        """Every block in the order of the file."""
         offset, blocks = PAGE + pad_to_page(self.manifest_bytes), []
-        for length in self._lengths():
-            blocks.append(SessionBlock(offset=offset, length=length))
-            offset += pad_to_page(length)
+        for piece in self.pieces:
+            for length in self._lengths(piece):
+                blocks.append(SessionBlock(offset=offset, length=length))
+                offset += pad_to_page(length)
         return tuple(blocks)
 
-    def _lengths(self) -> Iterator[int]:
-        for start, end in self.ranges:
-            for shape in self.manifest.stages:
-                yield shape.payload_bytes(end - start)
-        for at in range(0, self.checkpoint_bytes, BLOCK_BYTES):
-            yield min(BLOCK_BYTES, self.checkpoint_bytes - at)
+    def _lengths(self, piece: Piece) -> tuple[int, ...]:
+        if isinstance(piece, CheckpointPart):
+            return (piece.length,)
+        return tuple(shape.payload_bytes(piece.end - piece.start) for shape in self.manifest.stages)
 
     def blocks_of(self, index: int) -> range:
-        """The numbers of the blocks of `ranges[index]`, one per stage."""
+        """The numbers of the blocks of `pieces[index]`."""
         n_stages = len(self.manifest.stages)
-        return range(index * n_stages, (index + 1) * n_stages)
+        n_parts = -(-self.checkpoint_bytes // BLOCK_BYTES)
+        n_rows = len(self.pieces) - n_parts
+        if index < n_rows:
+            return range(index * n_stages, (index + 1) * n_stages)
+        first = n_rows * n_stages + index - n_rows
+        return range(first, first + 1)
 
     @property
     def n_blocks(self) -> int:
@@ -146,21 +186,24 @@ def most_manifest_bytes(most_tokens: int) -> int:
     return min(MAX_MANIFEST_BYTES, most_tokens * _MANIFEST_BYTES_PER_TOKEN + beside)
 
 
-def plan_session(manifest: Manifest, *, manifest_bytes: int, kv: str, checkpoint_bytes: int = 0) -> SessionPlan:
+def plan_session(manifest: Manifest, *, manifest_bytes: int, kv: str) -> SessionPlan:
     """The layout of a session of a valid manifest of `manifest_bytes`. DamagedFile when it would have too many or too
-    large blocks."""
-    _require(0 <= checkpoint_bytes <= MAX_CHECKPOINT_BYTES, "checkpoint_bytes", f"{checkpoint_bytes} is out of range")
+    large blocks, or checkpoints other than one of its end."""
     _require(0 < len(kv.encode()) <= MAX_KV_BYTES and kv.isprintable(), "kv", "no name of K/V types")
     _require(not manifest.other_splits, "other_splits", "all blocks of a session have the same stages")
+    at = tuple(entry.position for entry in manifest.checkpoints)
+    _require(at in ((), (manifest.n_tokens,)), "checkpoints", f"at {at}, not one of all {manifest.n_tokens} tokens")
     most_tokens = min(manifest.block_tokens, SEGMENT_TOKENS, manifest.n_tokens)
     for shape in manifest.stages:
         length = shape.payload_bytes(most_tokens)
         _require(length <= BLOCK_BYTES, "block_tokens", f"a block has {length} bytes, more than {BLOCK_BYTES}")
-    starts = (0, *manifest.cuts[:-1])
-    n_ranges = sum(-(-(b - a) // manifest.block_tokens) for a, b in zip(starts, manifest.cuts, strict=True))
-    n_blocks = n_ranges * len(manifest.stages) + -(-checkpoint_bytes // BLOCK_BYTES)
+    n_blocks = -(-checkpoint_bytes(manifest) // BLOCK_BYTES)
+    if manifest.stages:
+        starts = (0, *manifest.cuts[:-1])
+        n_ranges = sum(-(-(b - a) // manifest.block_tokens) for a, b in zip(starts, manifest.cuts, strict=True))
+        n_blocks += n_ranges * len(manifest.stages)
     _require(n_blocks <= MAX_SESSION_BLOCKS, "blocks", f"{n_blocks} blocks, more than {MAX_SESSION_BLOCKS}")
-    return SessionPlan(manifest=manifest, manifest_bytes=manifest_bytes, kv=kv, checkpoint_bytes=checkpoint_bytes)
+    return SessionPlan(manifest=manifest, manifest_bytes=manifest_bytes, kv=kv)
 
 
 # --------------------------------------------------------------------------------------------------------- first page
@@ -196,6 +239,8 @@ def decode_head(page: bytes | memoryview) -> SessionHead:
 
 def check_head(head: SessionHead, plan: SessionPlan) -> None:
     """Raises DamagedFile when the numbers of the head are not those that follow from the manifest."""
+    sizes = head.checkpoint_bytes, plan.checkpoint_bytes
+    _require(sizes[0] == sizes[1], "checkpoint_bytes", f"{sizes[0]} instead of {sizes[1]}")
     _require(head.n_blocks == plan.n_blocks, "blocks", f"{head.n_blocks} instead of {plan.n_blocks}")
     _require(head.file_bytes == plan.file_bytes, "file_bytes", f"{head.file_bytes} instead of {plan.file_bytes}")
 

@@ -21,8 +21,8 @@ from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
-from strata.cache.ram import RamLimits
-from strata.engine.fake import BASE_BYTES, FakeEngine, FakeRun, next_state
+from strata.cache.ram import RamLevel, RamLimits
+from strata.engine.fake import BASE_BYTES, CHECKPOINT_HEAD_BYTES, FakeEngine, FakeRun, next_state
 from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
 from strata.rules import prefix
@@ -383,6 +383,18 @@ class Workbench:
         assert not self.engine.held_checkpoints, "spares leak"
         for disk in self.cache.disks:
             self._check_level(disk)
+        if self.cache.ram is not None:
+            self._check_ram(self.cache.ram)
+
+    def _check_ram(self, ram: RamLevel) -> None:
+        """Nothing is leased, and every checkpoint that a conversation names holds the state of its position."""
+        assert not ram.index._leases, "something in RAM is still leased"
+        assert ram.promised_bytes == 0
+        for conversation in ram.index.conversations():
+            states = states_of(conversation.tokens)
+            for position, key in ram.index.usable_checkpoints(conversation.serial):
+                held = bytes(ram.payloads(key)[0][0][:CHECKPOINT_HEAD_BYTES])
+                assert held == position.to_bytes(8, "little") + states[position - 1], f"checkpoint at {position}"
 
     def _check_level(self, disk: DiskLevel) -> None:
         level, index = disk.level, disk.index

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
 from strata.cache.cascade import Archive, Cascade
+from strata.cache.checkpoint_room import CheckpointRoom
 from strata.cache.checkpoints import CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
@@ -102,8 +103,7 @@ class ConversationCache:
             reserve_bytes=min(RESTORE_RESERVE_BYTES, transient // 2),
             head_room=engine.info.head_room,
         )
-        in_ram = limits.ram if engine.info.cuttable else None
-        self.ram = RamLevel(self._pool, in_ram, clock=clock) if in_ram is not None else None
+        self.ram = RamLevel(self._pool, limits.ram, clock=clock) if limits.ram is not None else None
         self._admission = Admission(
             memory=memory,
             floors=limits.floors,
@@ -112,9 +112,9 @@ class ConversationCache:
             counters=self.counters,
         )
         self.ladder = self._make_ladder(clock)
+        self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
         self.taker = self._make_taker()
         """Takes checkpoints; None for memory that can be cut."""
-        self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
         self.live = self.kept.live
         self.spiller = self._make_spiller(clock)
         self._placing = Placing(self._make_desk(clock), self.spiller)
@@ -124,19 +124,21 @@ class ConversationCache:
         """Let the levels ask, and tell, each other."""
         if self.ram is not None:
             self.ram.is_last = not self.disks
-            self.ram.is_durable = lambda entry: self.kept.is_durable(entry.keys)
-            self.ram.is_live = lambda entry: self.kept.is_live(entry.keys)
+            self.ram.is_durable = lambda entry: self.kept.is_durable(entry.whole)
+            self.ram.is_live = lambda entry: self.kept.is_live(entry.whole)
             self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
         if self.write_level is not None:
             self.write_level.on_recorded = self._became_durable
 
     def _make_taker(self) -> CheckpointTaker | None:
-        if self._engine.info.cuttable or self.write_level is None:
+        if self._engine.info.cuttable:
             return None
+        ram, disk = self.ram, self.write_level
         return CheckpointTaker(
             engine=self._engine,
-            pool=self._pool,
-            disk=self.write_level,
+            room=CheckpointRoom(pool=self._pool, ram=ram, disk=disk, admission=self._admission, kept=self.kept),
+            ram=ram,
+            disk=disk,
             counters=self.counters,
             limits=self._limits.checkpoints,
         )
@@ -184,6 +186,7 @@ class ConversationCache:
             story=self.story,
             clock=clock,
             throttle_s=self._limits.throttle_s,
+            taker=self.taker,
         )
 
     def __repr__(self) -> str:
@@ -202,9 +205,8 @@ class ConversationCache:
         RAM before warm before cold among equally long ones. `held`: what the slot has already, and restoring the rest
         must pay. What does not pay, or what no memory admits from disk, is looked for in RAM.
         """
-        found = [self._found(root, tokens, None)] if self.ram is not None else []
-        for disk in self.disks:
-            match = self._found(root, tokens, disk)
+        found: list[Found] = []
+        for match in self._everywhere(root, tokens):
             if not found or match.upto > found[0].upto:
                 found.insert(0, match)
         self.counters.lookups += 1
@@ -215,6 +217,11 @@ class ConversationCache:
                 return best
         self.counters.misses += 1
         return None
+
+    def _everywhere(self, root: Key, tokens: Tokens) -> list[Found]:
+        """What each level has, fast to slow."""
+        levels = [None, *self.disks] if self.ram is not None else list(self.disks)
+        return [self._found(root, tokens, level) for level in levels]
 
     def _found(self, root: Key, tokens: Tokens, disk: DiskLevel | None) -> Found:
         level = disk if disk is not None else self.ram
@@ -243,11 +250,11 @@ class ConversationCache:
 
     def resume_point(self, root: Key, tokens: Tokens) -> int:
         """Where a slot that holds all of `tokens` but the last can be brought back to (memory that cannot be cut)."""
-        return max((disk.index.resume_point(root, tokens).upto for disk in self.disks), default=0)
+        return max((found.upto for found in self._everywhere(root, tokens)), default=0)
 
     async def go_back(self, slot: int, root: Key, tokens: Tokens) -> int:
         """Bring a slot that holds all of `tokens` but the last to their deepest checkpoint; what it holds then."""
-        found = max((self._found(root, tokens, disk) for disk in self.disks), key=lambda f: f.upto, default=None)
+        found = max(self._everywhere(root, tokens), key=lambda f: f.upto, default=None)
         if found is None or not found.upto or not isinstance(self.ladder, Resuming):
             await self._engine.trim(slot, 0)
             return 0

@@ -119,7 +119,9 @@ class Running:
         if not event.checkpoint:
             self.taker.given_up(event.position, event.reason)
             return
-        work = self.taker.take(event.checkpoint, event.position, event.payload_bytes, self.engine_generation)
+        tokens = self.held_tokens(event.position)
+        assert len(tokens) == event.position, "the engine holds tokens that nobody heard of"
+        work = self.taker.take(event.checkpoint, self.prompt.root, tokens, event.payload_bytes, self.engine_generation)
         self.taking[event.checkpoint] = asyncio.create_task(work)
 
     async def captured(self) -> tuple[Captured, ...]:

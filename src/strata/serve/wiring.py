@@ -146,11 +146,6 @@ class Server:
         if not info.cuttable and not info.checkpoint_bytes:
             log.warning("conversations of this model are not kept: %s", info.mode_reason)
             return None
-        if not info.cuttable and not self._config.last_dir_in_use:
-            log.warning("conversations of this model are kept on disk only: give --conversation-cache-cold-dir")
-            return None
-        if not info.cuttable and self._config.conversation_cache_mib:
-            log.warning("conversations of this model are kept on disk only, not in RAM")
         archive = self._levels.get("archive")
         limits = archive_limits(self._config)
         ids_only = self._config.conversation_cache_archive_mode == "ids"

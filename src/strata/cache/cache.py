@@ -31,6 +31,7 @@ from strata.cache.resuming import Resuming
 from strata.cache.spilling import Spiller
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
+from strata.cache.streaming import Streaming
 from strata.engine.protocol import Engine
 from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.placement import Target
@@ -133,7 +134,9 @@ class ConversationCache:
     def _make_taker(self) -> CheckpointTaker | None:
         if self._engine.info.cuttable:
             return None
-        ram, disk = self.ram, self.write_level
+        ram, disk, streaming = self.ram, self.write_level, None
+        if disk is not None:
+            streaming = Streaming(engine=self._engine, pool=self._pool, disk=disk, counters=self.counters)
         return CheckpointTaker(
             engine=self._engine,
             room=CheckpointRoom(pool=self._pool, ram=ram, disk=disk, admission=self._admission, kept=self.kept),
@@ -141,6 +144,7 @@ class ConversationCache:
             disk=disk,
             counters=self.counters,
             limits=self._limits.checkpoints,
+            streaming=streaming,
         )
 
     def _make_ladder(self, clock: Callable[[], float]) -> Ladder:

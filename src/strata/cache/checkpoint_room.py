@@ -1,19 +1,22 @@
 """Memory for a checkpoint on its way out of the engine, admitted by the rule that places parks (rules/placement.py).
 
 Where that says RAM, its blocks are the RAM level's and stay there when its turn is parked. Where it says disk, they
-wait in blocks that pass through, half of what parks may have at most, so that rows always find some.
+wait in blocks that pass through: half of what parks may have at most, so that rows always find some. What does not fit
+there is written at once, through two blocks. The copies that the engine makes of a large one meanwhile are counted too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum
 
 from strata.cache.admission import Admission
 from strata.cache.blocks import BlockPool
 from strata.cache.disk import DiskLevel
 from strata.cache.kept import Kept
 from strata.cache.ram import RamLevel
+from strata.cache.streaming import AHEAD
 from strata.rules.eviction import NOTHING_TO_EVICT, Eviction
 from strata.rules.placement import Destination, ParkFacts, Placement, allocation_failed, place_park
 from strata.types import BLOCK_BYTES, Key, Span, pad_to_page
@@ -29,6 +32,12 @@ class Room:
     @property
     def arena_bytes(self) -> int:
         return sum(span.length for span in self.spans)
+
+
+class Through(Enum):
+    """No memory to wait in."""
+
+    AT_ONCE = "written while its turn runs"
 
 
 class CheckpointRoom:
@@ -52,10 +61,13 @@ class CheckpointRoom:
         room = self._pool.head_room
         return tuple(room + pad_to_page(min(BLOCK_BYTES, n_bytes - at)) for at in range(0, n_bytes, BLOCK_BYTES))
 
-    def take(self, n_bytes: int, keys: Collection[Key]) -> Room | str:
+    def take(self, n_bytes: int, keys: Collection[Key]) -> Room | Through | str:
         """Memory for a checkpoint of `n_bytes`, or why there is none. `keys`: what its conversation has in RAM."""
         lengths = self.lengths(n_bytes)
-        facts, plan = self._facts(sum(lengths), keys)
+        waits = self._waiting_bytes + sum(lengths) <= self._pool.park_bytes // 2
+        in_engine = 2 * n_bytes if n_bytes > BLOCK_BYTES else 0  # what llama.cpp gives, and its canonical form
+        passing = sum(lengths) if waits else sum(lengths[:AHEAD])
+        facts, plan = self._facts(sum(lengths), passing, in_engine, keys)
         placed = place_park(facts)
         if placed.destination is Destination.RAM:
             spans = self._of_ram(lengths, placed, plan, keys)
@@ -64,14 +76,22 @@ class CheckpointRoom:
             placed = allocation_failed(facts, placed)
         if placed.destination not in (Destination.DISK, Destination.DISK_TRANSIENT):
             return str(placed.reason)
-        return self._passing(lengths, placed, keys)
+        self._evict(placed.evict_bytes, keys)
+        spans = self._pool.try_take(lengths, "park") if waits else None
+        if spans is None:
+            return Through.AT_ONCE
+        room = Room(spans=spans, stays=False)
+        self._waiting_bytes += room.arena_bytes
+        return room
 
-    def _facts(self, need_bytes: int, keys: Collection[Key]) -> tuple[ParkFacts, Eviction]:
+    def _facts(
+        self, n_bytes: int, passing_bytes: int, in_engine_bytes: int, keys: Collection[Key]
+    ) -> tuple[ParkFacts, Eviction]:
         ram, disk = self._ram, self._disk
-        plan = ram.room_for_bytes(need_bytes, keys) if ram is not None else NOTHING_TO_EVICT
+        plan = ram.room_for_bytes(n_bytes, keys) if ram is not None else NOTHING_TO_EVICT
         facts = self._admission.facts(
-            ram_need_bytes=need_bytes,
-            transient_need_bytes=need_bytes,
+            ram_need_bytes=n_bytes + in_engine_bytes,
+            transient_need_bytes=passing_bytes + in_engine_bytes,
             evictable_bytes=ram.evictable_bytes(tuple(keys)) if ram is not None else 0,
             fits_budget=ram is not None and not plan.short_bytes,
             disk_usable=disk is not None and (disk.usable or ram is None),
@@ -91,16 +111,6 @@ class CheckpointRoom:
         if spans is not None:
             self._ram.promise(sum(span.length for span in spans))
         return spans
-
-    def _passing(self, lengths: tuple[int, ...], placed: Placement, keys: Collection[Key]) -> Room | str:
-        self._evict(placed.evict_bytes, keys)
-        fits = self._waiting_bytes + sum(lengths) <= self._pool.park_bytes // 2
-        spans = self._pool.try_take(lengths, "park") if fits else None
-        if spans is None:
-            return f"there is no room for its {sum(lengths)} bytes on their way to disk"
-        room = Room(spans=spans, stays=False)
-        self._waiting_bytes += room.arena_bytes
-        return room
 
     def _evict(self, n_bytes: int, keys: Collection[Key]) -> None:
         if n_bytes > 0 and self._ram is not None:

@@ -1,8 +1,8 @@
 """Checkpoints on their way from the engine to a level: captured while a turn runs, kept when it is parked.
 
 One that goes to RAM is there as soon as it is captured, leased until its park has ended; one that goes to disk waits in
-blocks that pass through. What memory there is decides which (cache/checkpoint_room.py). One that can be had nowhere is
-given up, with the reason, and its position cannot be resumed later.
+blocks that pass through, or is written at once. What memory there is decides which (cache/checkpoint_room.py). One that
+can be had nowhere is given up, with the reason, and its position cannot be resumed later.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from strata.cache.checkpoint_room import CheckpointRoom, Room
+from strata.cache.checkpoint_room import CheckpointRoom, Room, Through
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.ram import RamLevel
+from strata.cache.streaming import Streaming
 from strata.engine.protocol import Engine
 from strata.errors import StrataError
 from strata.rules import prefix
@@ -29,12 +30,13 @@ log = logging.getLogger("strata.cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A checkpoint of `n_bytes` in the arena. `room` None: the RAM level has it, and it is leased there."""
+    """A checkpoint of `n_bytes`: in `room`, or written under `ticket`, or, without either, leased in the RAM level."""
 
     key: Key
     position: int
     n_bytes: int
-    room: Room | None
+    room: Room | None = None
+    ticket: int = 0
 
 
 class CheckpointTaker:
@@ -49,14 +51,16 @@ class CheckpointTaker:
         disk: DiskLevel | None,
         counters: CacheCounters,
         limits: CheckpointLimits,
+        streaming: Streaming | None,
     ) -> None:
-        """`disk`: the write level."""
+        """`disk`: the write level; `streaming`: to it."""
         self.limits = limits
         self.room = room
         self._ram = ram
         self._disk = disk
         self._engine = engine
         self._counters = counters
+        self._streaming = streaming
 
     def __repr__(self) -> str:
         return f"CheckpointTaker({self.limits}, {self.room!r})"
@@ -128,24 +132,31 @@ class CheckpointTaker:
         """
         path = self._ram.index.lookup(root, tokens).path if self._ram is not None else ()
         room = self.room.take(n_bytes, frozenset(held.key for held in path))
-        if isinstance(room, str):
-            await self.release(checkpoint, generation)
-            self.given_up(len(tokens), room)
-            return None
-        reason = await self._capture(checkpoint, room.spans, generation)
+        key = prefix.checkpoint_key(root, tokens, len(tokens))
+        captured = Captured(key=key, position=len(tokens), n_bytes=n_bytes)
+        reason = room if isinstance(room, str) else ""
+        if isinstance(room, Room):
+            reason = await self._capture(checkpoint, room, generation)
+            captured = replace(captured, room=room)
+        elif isinstance(room, Through) and self._streaming is not None:
+            ticket = await self._streaming.run(checkpoint, key, len(tokens), n_bytes, generation)
+            reason, captured = (ticket, captured) if isinstance(ticket, str) else ("", replace(captured, ticket=ticket))
         await self.release(checkpoint, generation)
         if reason:
-            self.room.give_back(room)
             self.given_up(len(tokens), reason)
             return None
         self._counters.checkpoints_taken += 1
         self._counters.captured_bytes += n_bytes
-        key = prefix.checkpoint_key(root, tokens, len(tokens))
-        captured = Captured(key=key, position=len(tokens), n_bytes=n_bytes, room=room)
-        return self.into_ram(captured, root, tokens) if room.stays else captured
+        return self.into_ram(captured, root, tokens) if isinstance(room, Room) and room.stays else captured
 
-    async def _capture(self, checkpoint: int, spans: Sequence[Span], generation: int) -> str:
-        """Why that failed; empty when it did not."""
+    async def _capture(self, checkpoint: int, room: Room, generation: int) -> str:
+        """Why that failed, and then the memory is given back; empty when it did not."""
+        reason = await self._capture_into(checkpoint, room.spans, generation)
+        if reason:
+            self.room.give_back(room)
+        return reason
+
+    async def _capture_into(self, checkpoint: int, spans: Sequence[Span], generation: int) -> str:
         try:
             for i, span in enumerate(spans):
                 if self._engine.generation != generation:
@@ -168,7 +179,7 @@ class CheckpointTaker:
         place = prefix.checkpoint_place(root, tokens, captured.position)
         self._ram.add_checkpoint(captured.key, place, captured.n_bytes, room.spans)
         self._ram.lease([captured.key])
-        return Captured(key=captured.key, position=captured.position, n_bytes=captured.n_bytes, room=None)
+        return replace(captured, room=None)
 
     async def put_back(self, slot: int, captured: Captured) -> int:
         """Bring a slot, which still holds its rows, back to a captured checkpoint; the positions it holds then."""
@@ -201,5 +212,7 @@ class CheckpointTaker:
         """Nobody needs it for a park any more; RAM keeps it if a conversation there names it."""
         if captured.room is not None:
             self.room.give_back(captured.room)
+        elif captured.ticket and self._streaming is not None:
+            self._streaming.give_up(captured.ticket)
         elif self._ram is not None:
             self._ram.release([captured.key])

@@ -121,7 +121,7 @@ class DiskLevel:
         too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
         put = Put(
             manifest=manifest,
-            ticket=self._next_ticket(),
+            ticket=self.next_ticket(),
             missing=missing,
             whole=whole,
             born=born,
@@ -138,7 +138,7 @@ class DiskLevel:
         self._puts.add(put)
         return put
 
-    def _next_ticket(self) -> int:
+    def next_ticket(self) -> int:
         if not self._tickets:
             self.writer.remove_files(self.scan.temporary)
         self._tickets += 1
@@ -226,7 +226,7 @@ class DiskLevel:
     async def put_ids(self, manifest: Manifest) -> str:
         """Keep a manifest without its segments; why that failed, or an empty text."""
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
-        committed = await asyncio.wrap_future(self.writer.commit(self._next_ticket(), manifest, ids_only=True))
+        committed = await asyncio.wrap_future(self.writer.commit(self.next_ticket(), manifest, ids_only=True))
         self.note_disk()
         if not isinstance(committed, Committed):
             return committed.reason

@@ -51,7 +51,7 @@ class ParkingCheckpoints:
         """
         planned_bytes = self.passing_bytes
         await self.complete(slot)
-        if self.passing_bytes > planned_bytes:
+        if self.passing_bytes > planned_bytes or any(captured.ticket for captured in self._captured.values()):
             return ()
         for position, captured in self._captured.items():
             self._captured[position] = self._taker.into_ram(captured, self._root, self._tokens)
@@ -64,13 +64,15 @@ class ParkingCheckpoints:
     def hand_over(self, writing: PutWriter) -> list[Key]:
         """Have what waits in blocks written, if it is missing; those that are not come back. Keys of what RAM has."""
         named = set(writing.put.manifest.checkpoint_keys) & writing.put.missing
-        for position in [at for at, captured in self._captured.items() if captured.room is not None]:
+        for position in [at for at, one in self._captured.items() if one.room is not None or one.ticket]:
             captured = self._captured.pop(position)
-            if captured.key not in named or captured.room is None:
+            if captured.key not in named:
                 self._taker.give_back(captured)
-                continue
-            self._taker.room.handed_on(captured.room)
-            writing.write_checkpoint(captured.key, position, captured.n_bytes, captured.room.spans)
+            elif captured.room is not None:
+                self._taker.room.handed_on(captured.room)
+                writing.write_checkpoint(captured.key, position, captured.n_bytes, captured.room.spans)
+            else:
+                writing.take_checkpoint(captured.key, captured.ticket)
             named.discard(captured.key)
         return [key for key in named if self._ram is not None and self._ram.index.holds(key)]
 

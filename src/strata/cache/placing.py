@@ -95,6 +95,7 @@ class Placing:
             )
             room = ram.room_for(ram_need, coming, supersedes=old, provisional=job.provisional)
             fits, evictable_bytes = ram.fits(room, supersedes=old), ram.evictable_bytes(coming)
+        fits = fits and not any(one.ticket for one in job.checkpoints)  # some of it is on disk already
         facts = desk.admission.facts(
             ram_need_bytes=ram_need,
             transient_need_bytes=transient_need_bytes(desk, segments, to_write),

@@ -64,6 +64,18 @@ class PutWriter:
         pairs = zip(spans, header.blocks, strict=True)
         self._write_checkpoint(header, tuple(self._pool.payload(span, block.length) for span, block in pairs), spans)
 
+    def take_checkpoint(self, key: Key, ticket: int) -> None:
+        """Take over a checkpoint that is written already, under a ticket of its own, which ends."""
+        job = asyncio.wrap_future(self._disk.writer.join(self.put.ticket, ticket))
+        self.queued_bytes += 1  # it is waited for like a write
+        job.add_done_callback(partial(self._took_checkpoint, key))
+
+    def _took_checkpoint(self, key: Key, job: asyncio.Future[Written | Failed]) -> None:
+        if isinstance(job.result(), Written):
+            self.put.unwritten.pop(key, None)
+        self.queued_bytes -= 1
+        self.wake()
+
     async def checkpoint_from_ram(self, key: Key, ram: RamLevel) -> None:
         """Write a checkpoint of the RAM level, which the caller leases; waits while enough is queued."""
         while self.queued_bytes > MOST_QUEUED_BYTES:

@@ -289,7 +289,8 @@ async def revert(shop: Workshop, run: Running, openers: Collection[int], capture
     """
     slot = run.slot
     if not shop.engine.info.cuttable:
-        last = max(captured, key=lambda taken: taken.position, default=None)
+        in_memory = (taken for taken in captured if not taken.ticket)
+        last = max(in_memory, key=lambda taken: taken.position, default=None)
         if last is not None and run.taker is not None:
             slot.tokens = slot.tokens[: await run.taker.put_back(slot.index, last)]
         return

@@ -72,10 +72,15 @@ class CheckpointTaker:
         stored = {**self._on_disk(root, tokens), **self._in_ram(root, tokens)}
         return to_take(len(tokens), self._openers_at(tokens), self.limits, held=held, stored=stored)
 
-    def for_disk(self, root: Key, tokens: Tokens, captured: Sequence[Captured]) -> tuple[CheckpointEntry, ...]:
-        """Those that a state of `tokens` is to have on the write level: of what is on a level and what was captured."""
+    def for_disk(
+        self, root: Key, tokens: Tokens, captured: Sequence[Captured] = (), *, coming: bool = True
+    ) -> tuple[CheckpointEntry, ...]:
+        """Those that a state of `tokens` is to have on the write level: of what is on a level and what was captured.
+
+        `coming`: and of what is on its way there, which may fail.
+        """
         sizes = {new.position: new.n_bytes for new in captured}
-        sizes |= self._in_ram(root, tokens) | self._on_disk(root, tokens)
+        sizes |= self._in_ram(root, tokens) | self._on_disk(root, tokens, coming=coming)
         return tuple(CheckpointEntry(position=at, n_bytes=sizes[at]) for at in self._kept(tokens, sizes))
 
     def for_ram(self, root: Key, tokens: Tokens) -> tuple[tuple[int, Key], ...]:
@@ -96,12 +101,12 @@ class CheckpointTaker:
         found = self._ram.index.checkpoints_along(root, tokens) if self._ram is not None else ()
         return {checkpoint.position: checkpoint.n_bytes for checkpoint in found}
 
-    def _on_disk(self, root: Key, tokens: Tokens) -> dict[int, int]:
+    def _on_disk(self, root: Key, tokens: Tokens, *, coming: bool = True) -> dict[int, int]:
         """The same of the write level, or of what it is about to have."""
         if self._disk is None:
             return {}
         stored = {found.position: found.n_bytes for found in self._disk.index.checkpoints_along(root, tokens)}
-        for manifest in self._disk.manifests_under_way:
+        for manifest in self._disk.manifests_under_way if coming else ():
             shared = shared_prefix(manifest.token_ids, tokens) if manifest.root == root else 0
             stored |= {entry.position: entry.n_bytes for entry in manifest.checkpoints if entry.position <= shared}
         return stored

@@ -109,15 +109,15 @@ class DiskLevel:
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0) -> Put:
+    def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0, written: Collection[Key] = ()) -> Put:
         """Announce a write: what it names is leased, and room is made. `finish_put` must follow.
 
-        `Put.missing`: keys of segments and checkpoints alike, but for what has no file. `born`: see Conversation.
+        `Put.missing`: segments and checkpoints alike, but for what has no file. `written`: under another ticket.
         """
         sizes = manifest.objects
         absent = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
         missing = frozenset(key for key in absent if not self.index.holds(key))
-        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
+        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing and key not in written}
         too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
         put = Put(
             manifest=manifest,

@@ -144,7 +144,7 @@ class Parking:
         try:
             if self._placed.destination is Destination.RAM:
                 if await self._into_ram():
-                    return True
+                    return self._checkpoints is None or self._checkpoints.has_end
                 if not self._goes_to_disk():
                     self.give_up(self._capturing.stop_reason)
                     return False
@@ -251,7 +251,8 @@ class Parking:
             segments=self._segments,
             checkpoints=checkpoints,
         )
-        put = desk.disk.begin_put(manifest, whole=False, born=self._born)
+        written = {one.key for one in job.checkpoints if one.ticket}
+        put = desk.disk.begin_put(manifest, whole=False, born=self._born, written=written)
         self._writing = PutWriter(put, disk=desk.disk, engine=desk.engine, pool=desk.pool)
 
     async def _begin_with(self, checkpoints: ParkingCheckpoints) -> bool:
@@ -277,7 +278,7 @@ class Parking:
                 await writing.drained()
             outcome = await desk.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
         self._account(outcome)
-        return outcome.durable.issuperset(self._keys) and not outcome.reason
+        return outcome.durable.issuperset(self._whole) and not outcome.reason
 
     async def _write_missing(self, writing: PutWriter) -> int:
         """Hand the missing segments to the writer; how many of all segments it has or had."""

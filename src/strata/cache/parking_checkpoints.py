@@ -38,11 +38,17 @@ class ParkingCheckpoints:
 
     async def complete(self, slot: int) -> None:
         """Without one of the end, take it now: the slot is idle still."""
-        end = len(self._tokens)
-        key = prefix.checkpoint_key(self._root, self._tokens, end)
-        if end not in self._captured and not (self._ram is not None and self._ram.index.holds(key)):
+        if not self.has_end:
             captured = await self._taker.hold(slot, self._root, self._tokens)
-            self._captured |= {end: captured} if captured is not None else {}
+            self._captured |= {len(self._tokens): captured} if captured is not None else {}
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the one of the end was captured, or RAM has it."""
+        if len(self._tokens) in self._captured:
+            return True
+        key = prefix.checkpoint_key(self._root, self._tokens, len(self._tokens))
+        return self._ram is not None and self._ram.index.holds(key)
 
     async def into_ram(self, slot: int) -> tuple[tuple[int, Key], ...]:
         """Let RAM have them all; position and key of those that the conversation is to name there.

@@ -24,6 +24,7 @@ from strata.cache.tasks import watched
 from strata.cache.writing import PutWriter, manifest_of
 from strata.engine.protocol import Engine
 from strata.rules import prefix
+from strata.store.format import CheckpointEntry
 from strata.types import Segment
 
 DAMAGED = "the copy in RAM was damaged"
@@ -168,7 +169,7 @@ class Spiller:
             frontier=entry.frontier or None,
             conversation=entry.conversation,
             segments=segments,
-            checkpoints=self._taker.for_disk(entry.root, entry.tokens, ()) if self._taker is not None else (),
+            checkpoints=self._checkpoints(entry),
         )
         index = self._disk.index
         if refusal := self._disk.refuses(sum(n for key, n in manifest.objects.items() if not index.holds(key))):
@@ -189,6 +190,9 @@ class Spiller:
             outcome = await self._disk.finish_put(put, reached, reason)
             self._ram.release(leased)
         return self._ended(entry, outcome)
+
+    def _checkpoints(self, entry: Conversation) -> tuple[CheckpointEntry, ...]:
+        return () if self._taker is None else self._taker.for_disk(entry.root, entry.tokens, coming=False)
 
     async def _write(self, segments: Sequence[Segment], writing: PutWriter) -> int:
         """Hand all that is missing to the writer; how many segments it has or had. What was damaged is left out."""

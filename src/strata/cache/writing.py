@@ -66,13 +66,14 @@ class PutWriter:
 
     def take_checkpoint(self, key: Key, ticket: int) -> None:
         """Take over a checkpoint that is written already, under a ticket of its own, which ends."""
+        self.put.unwritten.pop(key, None)
         job = asyncio.wrap_future(self._disk.writer.join(self.put.ticket, ticket))
         self.queued_bytes += 1  # it is waited for like a write
         job.add_done_callback(partial(self._took_checkpoint, key))
 
     def _took_checkpoint(self, key: Key, job: asyncio.Future[Written | Failed]) -> None:
-        if isinstance(job.result(), Written):
-            self.put.unwritten.pop(key, None)
+        if isinstance(job.result(), Failed):
+            self.put.unwritten[key] = 0  # it does not come
         self.queued_bytes -= 1
         self.wake()
 

@@ -634,7 +634,7 @@ class CheckpointMachine(Machine):
     memories = ("checkpoints", "recurrent")
 
 
-SETTINGS = settings(max_examples=600, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestMachine = Machine.TestCase
 TestMachine.settings = SETTINGS
 TestCheckpointMachine = CheckpointMachine.TestCase

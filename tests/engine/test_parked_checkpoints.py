@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tests.engine.rig import Rig
 
 from strata.cache.admission import Floors
-from strata.cache.cache import CacheLimits, ConversationCache
+from strata.cache.cache import TRANSIENT_BYTES, CacheLimits, ConversationCache
 from strata.cache.parking import ParkJob
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
@@ -78,13 +79,14 @@ def prompt(n: int) -> Tokens:
     return np.random.default_rng(n).integers(300, 1900, n).astype(np.int32)
 
 
-def open_cache(rig: Rig, root: Path, *, ram: bool) -> ConversationCache:
+def open_cache(rig: Rig, root: Path, *, ram: bool, transient_bytes: int = TRANSIENT_BYTES) -> ConversationCache:
     async def made() -> ConversationCache:
         limits = CacheLimits(
             floors=Floors(parking_bytes=0, transient_bytes=0),
             park_target="ram" if ram else "disk",
             ram=RamLimits(budget_bytes=64 * MIB, most=100) if ram else None,
             checkpoints=CheckpointLimits(every=200, root=50),
+            transient_bytes=transient_bytes,
         )
         levels = [] if ram else [(Level.open(root), DiskLimits(budget_bytes=1 << 40))]
         return ConversationCache(
@@ -120,13 +122,20 @@ def go_on(rig: Rig, n: int) -> list[int]:
     return reply.tokens
 
 
-def park(rig: Rig, cache: ConversationCache, n: int) -> None:
+def park(rig: Rig, cache: ConversationCache, n: int, *, streamed: bool = False) -> None:
+    """Park the first `n` tokens of slot 0. `streamed`: their checkpoint must go to disk at once."""
     root = prefix.root_key(rig.info.fingerprint, "")
     tokens = prompt(n)
     conversation = prefix.conversation_key(root, tokens, rig.info.openers)
     job = ParkJob(slot=0, root=root, tokens=tokens, frontier=None, conversation=conversation)
 
     async def parked() -> bool:
+        nonlocal job
+        if streamed:
+            assert cache.taker is not None
+            captured = await cache.taker.hold(0, root, tokens)
+            assert captured is not None and captured.ticket
+            job = replace(job, checkpoints=(captured,))
         parking = cache.begin_park(job)
         assert parking is not None
         return await parking.run()
@@ -196,6 +205,24 @@ def test_kept_on_disk_over_a_restart(start: Start, twin: list[list[int]], tmp_pa
     for n, was, reply in zip(LENGTHS, before, twin, strict=True):
         assert restore(rig, cache, n) == ["cold"]
         assert contents(rig, n) == was, f"the bytes differ at {n}"
+        assert go_on(rig, n) == reply, f"it goes on differently at {n}"
+    assert cache.check() == []
+    cache.close()
+
+
+@pytest.mark.parametrize(("name", "options"), [("mamba", {})])
+def test_one_that_has_no_room_to_wait_is_written_at_once(start: Start, twin: list[list[int]], tmp_path: Path) -> None:
+    """Parks may have one and a half checkpoints at once here, and half of that to let them wait."""
+    rig = start()
+    cache = open_cache(rig, tmp_path, ram=False, transient_bytes=3 * rig.info.checkpoint_bytes)
+    for n in LENGTHS:
+        read(rig, n)
+        park(rig, cache, n, streamed=True)
+    rig.kill()
+    rig.clear()
+    cache.live.clear()
+    for n, reply in zip(LENGTHS, twin, strict=True):
+        assert restore(rig, cache, n) == ["cold"]
         assert go_on(rig, n) == reply, f"it goes on differently at {n}"
     assert cache.check() == []
     cache.close()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.inprocess import Bench, say
 from strata.types import MIB
 
-RUNS = 9
+RUNS = 25
 
 
 async def compare_capture(bench: Bench, n_tokens: int) -> float:

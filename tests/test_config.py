@@ -457,8 +457,84 @@ def test_where_the_archive_is(given: dict[str, str], archive: str) -> None:
     assert (config.archive_dir_in_use, config.warnings) == (Path(archive), ())
 
 
-def test_the_folder_of_the_archive_is_the_one_that_levels_leave_alone() -> None:
-    assert coherence.ARCHIVE_FOLDER == names.ARCHIVE_FOLDER
+def test_the_folders_of_archive_and_system_prompts_are_those_that_levels_leave_alone() -> None:
+    assert (coherence.ARCHIVE_FOLDER, coherence.SYSTEM_PROMPTS_FOLDER) == names.FOREIGN_FOLDERS
+
+
+def prompts(**given: str) -> dict[str, list[str]]:
+    """Flags of the system-prompt cache, switched on, and of the conversation cache where their names say so."""
+    names = {name: name if name.startswith("conversation") else f"system_prompt_cache_{name}" for name in given}
+    return flags(system_prompt_cache="on", **{names[name]: text for name, text in given.items()})
+
+
+def test_the_defaults_of_the_system_prompts() -> None:
+    config = load(DEMO, {})
+    assert config.system_prompt_cache is False
+    assert (config.system_prompt_cache_mib, config.system_prompt_cache_slots) == (2048, 2)
+    assert (config.system_prompt_cache_max_age_days, config.system_prompt_cache_key) == (0, "")
+    assert config.system_prompt_cache_dir is config.system_prompt_dir_in_use is None
+
+
+@pytest.mark.parametrize(
+    ("given", "tail"),
+    [
+        ({}, ("strata", "system-prompts")),
+        ({"dir": "/roots"}, ("/", "roots")),
+        ({"conversation_cache_cold_dir": "/cold"}, ("/", "cold", "system-prompts")),
+        ({"conversation_cache_cold_dir": "/cold", "conversation_cache_cold_mib": "0"}, ("strata", "system-prompts")),
+        ({"conversation_cache_cold_dir": "/cold", "dir": "/cold/system-prompts"}, ("/", "cold", "system-prompts")),
+        ({"conversation_cache_warm_dir": "/w", "conversation_cache_warm_mib": "1"}, ("/", "w", "system-prompts")),
+    ],
+)
+def test_where_the_system_prompts_are(given: dict[str, str], tail: tuple[str, ...]) -> None:
+    config = load(prompts(**given), {})
+    assert config.system_prompt_dir_in_use is not None
+    assert config.system_prompt_dir_in_use.parts[-len(tail) :] == tail
+    assert config.public()["system-prompt-cache-dir"] == str(config.system_prompt_dir_in_use)
+    assert config.last_dir_in_use is None or "system-prompts" not in config.last_dir_in_use.parts
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"conversation_cache_cold_dir": "/a", "dir": "/a"}, ("cold-dir", "one directory")),
+        ({"conversation_cache_cold_dir": "/a", "dir": "/a/seg"}, ("cold-dir", "one inside the other")),
+        ({"conversation_cache_warm_dir": "/a", "dir": "/a/x/.."}, ("warm-dir", "one directory")),
+        ({"conversation_cache_archive_dir": "/a", "dir": "/a"}, ("archive-dir", "one directory")),
+        ({"conversation_cache_archive_dir": "/a", "dir": "/a/system-prompts"}, ("archive-dir", "one inside the other")),
+    ],
+)
+def test_system_prompts_need_a_directory_of_their_own(given: dict[str, str], named: tuple[str, ...]) -> None:
+    for switch in ("on", "off"):
+        message = message_of(prompts(**given) | {"system-prompt-cache": [switch]})
+        assert all(part in message for part in ("--system-prompt-cache-dir", *named))
+
+
+def test_what_people_save_is_not_among_the_system_prompts() -> None:
+    message = message_of(prompts(dir="/a") | {"slot-save-path": ["/a"]})
+    assert "--slot-save-path /a and --system-prompt-cache-dir /a are one directory" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        (flags(system_prompt_cache_dir="/d"), "--system-prompt-cache-dir /d is not used: --system-prompt-cache is off"),
+        (prompts(mib="0"), "--system-prompt-cache is not used: --system-prompt-cache-mib is 0"),
+        (prompts(mib="0", dir="/d"), "--system-prompt-cache-dir /d is not used: --system-prompt-cache-mib is 0"),
+    ],
+)
+def test_system_prompts_that_are_not_kept_are_a_warning(given: dict[str, list[str]], warning: str) -> None:
+    config = load(given, {})
+    assert config.warnings == (warning,)
+    assert config.system_prompt_dir_in_use is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("mib", "-1"), ("slots", "-1"), ("max_age_days", "36501"), ("key", "\n"), ("key", "x" * 201)],
+)
+def test_bad_settings_of_the_system_prompts_name_the_flag(name: str, text: str) -> None:
+    assert f"--system-prompt-cache-{name.replace('_', '-')} is" in message_of(prompts(**{name: text}))
 
 
 def test_a_budget_without_a_directory_gets_the_platform_s() -> None:

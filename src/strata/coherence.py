@@ -11,22 +11,28 @@ import ipaddress
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+
+import platformdirs
 
 from strata.config import SESSION_MIN_FREE_MIB, Config
 from strata.errors import ConfigError
 
 _FLOAT_KV_TYPES = ("f32", "f16", "bf16")
 _COLD, _WARM, _ARCHIVE = (f"--conversation-cache-{level}" for level in ("cold", "warm", "archive"))
+_SYSTEM_PROMPTS = "--system-prompt-cache"
 ARCHIVE_FOLDER = "archive"
-"""The one folder of a level's directory that the level leaves alone (store/names.py)."""
+SYSTEM_PROMPTS_FOLDER = "system-prompts"
+"""The two folders of a level's directory that the level leaves alone (store/names.py)."""
 
 
 def coherent(config: Config) -> Config:
-    """`config` with the archive's directory and the floors settled and its warnings added.
+    """`config` with the directories of archive and system prompts and the floors settled, and its warnings added.
 
     Raises ConfigError for settings that contradict each other.
     """
+    config = replace(config, system_prompt_cache_dir=_system_prompt_dir(config))
     _check_access(config)
     _check_directories(config)
     warnings = (*config.warnings, *_useless(config), *_floors(config))
@@ -42,6 +48,14 @@ def coherent(config: Config) -> Config:
         ),
         warnings=warnings,
     )
+
+
+def _system_prompt_dir(config: Config) -> Path | None:
+    """As given; else beside what the last level keeps, or where the platform wants data to be."""
+    wanted = config.system_prompt_cache and config.system_prompt_cache_mib
+    if config.system_prompt_cache_dir is not None or not wanted:
+        return config.system_prompt_cache_dir
+    return (config.last_dir_in_use or Path(platformdirs.user_data_dir("strata"))) / SYSTEM_PROMPTS_FOLDER
 
 
 def _check_access(config: Config) -> None:
@@ -70,18 +84,19 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_directories(config: Config) -> None:
-    """Every level and the archive count, scan and lock a directory of their own, whether it is in use now or not; what
-    people save lies in none of them."""
+    """Levels, archive and system prompts count, scan and lock a directory of their own, whether it is in use now or
+    not; what people save lies in none of them."""
     cold = (f"{_COLD}-dir", config.conversation_cache_cold_dir)
     warm = (f"{_WARM}-dir", config.conversation_cache_warm_dir)
     archive = (f"{_ARCHIVE}-dir", config.conversation_cache_archive_dir)
+    prompts = (f"{_SYSTEM_PROMPTS}-dir", config.system_prompt_cache_dir)
     sessions = ("--slot-save-path", config.slot_save_path)
-    pairs = ((warm, cold), (archive, cold), (archive, warm), (sessions, cold), (sessions, warm), (sessions, archive))
-    for (flag, given), (other_flag, other_given) in pairs:
+    folders = {archive[0]: ARCHIVE_FOLDER, prompts[0]: SYSTEM_PROMPTS_FOLDER}
+    for (other_flag, other_given), (flag, given) in combinations((cold, warm, archive, prompts, sessions), 2):
         if given is None or other_given is None:
             continue
         one, other = Path(os.path.realpath(given)), Path(os.path.realpath(other_given))
-        if flag == archive[0] and one == other / ARCHIVE_FOLDER:
+        if flag in folders and other_flag in (cold[0], warm[0]) and one == other / folders[flag]:
             continue
         if one == other:
             how = "are one directory"
@@ -116,6 +131,12 @@ def _useless(config: Config) -> Iterator[str]:
         yield f"{archive} is not used: {_ARCHIVE}-mib is 0"
     elif config.last_dir_in_use is None:
         yield f"{archive} is not used: {no_disk}"
+    prompts = config.system_prompt_cache_dir
+    if prompts is not None and not config.system_prompt_cache:
+        yield f"{_SYSTEM_PROMPTS}-dir {prompts} is not used: {_SYSTEM_PROMPTS} is off"
+    if config.system_prompt_cache and not config.system_prompt_cache_mib:
+        named = _SYSTEM_PROMPTS if prompts is None else f"{_SYSTEM_PROMPTS}-dir {prompts}"
+        yield f"{named} is not used: {_SYSTEM_PROMPTS}-mib is 0"
 
 
 def _floors(config: Config) -> Iterator[str]:

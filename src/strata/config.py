@@ -23,6 +23,7 @@ from strata.settings import (
     MODEL,
     SHARE,
     SWITCH,
+    TEXT,
     TURN_TOKEN,
     Kind,
     choice,
@@ -176,6 +177,31 @@ class Config:
     conversation_cache_reserve_mib: int = field(
         default=0, metadata=_is(_MIB, "MiB of memory taken for conversations before the model is loaded")
     )
+    system_prompt_cache: bool = field(
+        default=False,
+        metadata=_is(SWITCH, "keep system prompts on disk, so that new conversations need not read them again"),
+    )
+    system_prompt_cache_dir: Path | None = field(
+        default=None,
+        metadata=_is(
+            FOLDER,
+            "directory of the system prompts; empty = the folder system-prompts in the last level's, or in the "
+            "platform's data directory",
+        ),
+    )
+    system_prompt_cache_mib: int = field(
+        default=2048, metadata=_is(_MIB, "budget of the system prompts in MiB; 0 = off")
+    )
+    system_prompt_cache_slots: int = field(
+        default=2, metadata=_is(whole(0, 1 << 20), "most system prompts kept, whoever sent them; 0 = no limit")
+    )
+    system_prompt_cache_max_age_days: int = field(
+        default=0, metadata=_is(_DAYS, "days after its last use when a system prompt is deleted; 0 = never by time")
+    )
+    system_prompt_cache_key: str = field(
+        default="",
+        metadata=_is(TEXT, "part of the name of every system prompt: what was kept under another key is not used"),
+    )
     prompt_cache: int = field(
         default=6,
         metadata=_is(
@@ -186,7 +212,10 @@ class Config:
         default=16384, metadata=_is(_TOKENS, "tokens from one of these checkpoints to the next; 0 = at turns only")
     )
     prompt_cache_root: int = field(
-        default=2048, metadata=_is(_TOKENS, "fewest tokens before the checkpoint behind the system prompt")
+        default=2048,
+        metadata=_is(
+            _TOKENS, "a system prompt ends at the first turn behind so many tokens; a checkpoint is taken there"
+        ),
     )
     slot_save_path: Path | None = field(
         default=None,
@@ -220,6 +249,12 @@ class Config:
         """The archive's directory, or None when there is no archive (it takes what a level on disk lets go)."""
         on = self.conversation_cache_archive_mode != "off" and self.conversation_cache_archive_mib
         return self.conversation_cache_archive_dir if on and self.last_dir_in_use else None
+
+    @property
+    def system_prompt_dir_in_use(self) -> Path | None:
+        """The directory of the system prompts, or None when they are not kept."""
+        on = self.system_prompt_cache and self.system_prompt_cache_mib
+        return self.system_prompt_cache_dir if on else None
 
     @property
     def park_target(self) -> str:

@@ -116,4 +116,5 @@ MODEL = Kind(
 KV = Kind(metavar="TYPE[,TYPE]", expects="one type, or two as K,V, out of " + ", ".join(KV_TYPES), parse=_parse_kv)
 TURN_TOKEN = Kind(metavar="ID|auto|none", expects='"auto", "none" or a token id', parse=_parse_turn_token)
 HOST = Kind(metavar="HOST", expects="a host name or an IP address", parse=_matching(r"[A-Za-z0-9._:%-]+"))
+TEXT = Kind(metavar="TEXT", expects="at most 200 printable ASCII characters", parse=_matching(r"[\x20-\x7e]{0,200}"))
 KEY = Kind(metavar="KEY", expects="printable ASCII without spaces", parse=_matching(r"[\x21-\x7e]+"))

@@ -108,7 +108,7 @@ def look_at(folder: Path) -> Held:
 
 
 class KillLoop:
-    """Lives of one server on the same directories. `folders`: of the levels, fast to slow."""
+    """Lives of one server on the same directories. `folders`: of the levels, fast to slow, then of the archive."""
 
     def __init__(self, work: Path, folders: dict[str, Path], seed: int) -> None:
         self.figures = Figures()
@@ -131,6 +131,8 @@ class KillLoop:
             path.unlink(missing_ok=True)
         flags = [f"--conversation-cache-{name}-dir={folder}" for name, folder in self._folders.items()]
         flags += ["--conversation-cache-warm-mib=24"] if "warm" in self._folders else []
+        if "archive" in self._folders:
+            flags += ["--conversation-cache-archive-mode=state", "--conversation-cache-archive-mib=32"]
         budgets = ("--conversation-cache-cold-mib=64", "--parallel=4")
         floors = ("--conversation-cache-min-free-mib=64", "--conversation-cache-park-min-free-mib=16")
         ram = () if any("cache-mib" in flag for flag in policy) else ("--conversation-cache-mib=32",)
@@ -305,9 +307,14 @@ def run(work: Path, folders: dict[str, Path], *, kills: int, engine_kills: int, 
     return loop
 
 
+def one_volume(work: Path) -> dict[str, Path]:
+    """Both levels, and an archive for what they drop."""
+    return {name: work / name for name in ("warm", "cold", "archive")}
+
+
 @contextlib.contextmanager
 def two_filesystems(work: Path) -> Iterator[dict[str, Path]]:
-    """A warm level in memory and a cold one on disk; both on disk where there is no /dev/shm."""
+    """A warm level in memory and a cold one on disk, which deletes; both on disk where there is no /dev/shm."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         yield {"warm": work / "warm", "cold": work / "cold"}
@@ -320,13 +327,13 @@ def two_filesystems(work: Path) -> Iterator[dict[str, Path]]:
 
 
 def kills(n: int = FULL_KILLS) -> dict[str, int]:
-    """The figures of `make crash`: half of the kills with both levels on one volume, half on two."""
+    """The figures of `make crash`: half of the kills with both levels and an archive on one volume, half on two."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would outlive this
     total: dict[str, int] = {}
     for volumes in (1, 2):
         with contextlib.ExitStack() as stack:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="strata-kills-")))
-            folders = {"warm": work / "warm", "cold": work / "cold"}
+            folders = one_volume(work)
             if volumes == 2:
                 folders = stack.enter_context(two_filesystems(work))
             loop = run(work, folders, kills=n // 2, engine_kills=max(1, n // 20), seed=SEED + volumes)

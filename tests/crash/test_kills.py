@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import pytest
-from tests.crash.kills import FULL_KILLS, kills, run, two_filesystems
+from tests.crash.kills import FULL_KILLS, kills, one_volume, run, two_filesystems
 
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("volumes", [1, 2])
 def test_nothing_acknowledged_is_lost_to_a_kill_under_load(tmp_path, volumes) -> None:
-    folders = {"warm": tmp_path / "warm", "cold": tmp_path / "cold"}
     if volumes == 1:
-        loop = run(tmp_path, folders, kills=6, engine_kills=1)
+        loop = run(tmp_path, one_volume(tmp_path), kills=6, engine_kills=1)
     else:
         with two_filesystems(tmp_path) as folders:
             loop = run(tmp_path, folders, kills=6, engine_kills=1)

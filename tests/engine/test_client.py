@@ -367,8 +367,10 @@ def test_openmp_defaults_yield_to_the_users_choice() -> None:
     assert _environment({})["GOMP_SPINCOUNT"] == "500"
     assert _environment({"GOMP_SPINCOUNT": "5"})["GOMP_SPINCOUNT"] == "5"
     assert "GOMP_SPINCOUNT" not in _environment({"OMP_WAIT_POLICY": "active"})
-    assert _environment({})["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    pages, copies = "glibc.malloc.hugetlb=1", "glibc.cpu.x86_rep_movsb_threshold=0x10000000"
+    assert _environment({})["GLIBC_TUNABLES"] == f"{pages}:{copies}"
     both = _environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"})["GLIBC_TUNABLES"]
-    assert both == "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
-    assert _environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
-    assert "GLIBC_TUNABLES" not in _environment({"STRATA_NO_LARGEPAGES": "1"})
+    assert both == f"glibc.malloc.perturb=0:{pages}:{copies}"
+    own = _environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"]
+    assert own == f"glibc.malloc.hugetlb=0:{copies}"
+    assert _environment({"STRATA_NO_LARGEPAGES": "1"})["GLIBC_TUNABLES"] == copies

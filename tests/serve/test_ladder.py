@@ -17,10 +17,9 @@ from tests.serve.workbench import Answer, Workbench, ask, default_limits, later,
 
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
-from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
+from strata.cache.system_prompts import SystemPromptLimits
 from strata.engine.protocol import Done
-from strata.store.level import Level
 from strata.store.names import segment_path
 from strata.types import MIB, PAGE, Key
 
@@ -222,25 +221,32 @@ def test_rung_3_fails_too(cold: Path) -> None:
     play(scenario, cold, slots=1)
 
 
-def test_rung_4_the_root_of_the_system_prompt(tmp_path: Path, cold: Path) -> None:
-    shutil.copytree(cold, tmp_path / "roots")
+def test_rung_4_the_system_prompt(tmp_path: Path) -> None:
+    system = words(4, 600)
+    request = ask(words(1, 700), system=system)
+    end = len("system\n") + 600 + 2
+    live = len("\x01")
+    kept = SystemPromptLimits(budget_bytes=1 << 40, least=500)
 
-    async def scenario(bench: Workbench) -> None:
-        level = Level.open(tmp_path / "roots", name="system-prompt")
-        for conversation in bench.disk.index.conversations():
-            for segment in segments_of(conversation)[2:]:
-                (level.root / segment_path(segment.key, 0)).unlink()
-        roots = DiskLevel(level, DiskLimits(budget_bytes=1 << 40), bench.engine.info.fingerprint, lambda: 0.0)
-        bench.cache.ladder.further.append(roots)
-        try:
-            flip(file_at(bench.disk, 0))
-            await comes_back(bench, cached=WHOLE, source="live+system-prompt+cold")
-            assert used(bench) == {"system_prompt": 1} and failed(bench) == {"whole": 1}
-            assert "rung 4 (system_prompt)" in told(bench, "restore")[-1]
-        finally:
-            roots.close()
+    async def first(bench: Workbench) -> None:
+        await bench.whole(request)
 
-    play(scenario, cold, slots=1)
+    async def second(bench: Workbench) -> None:
+        prompts = bench.cache.system_prompts
+        assert prompts is not None
+        await bench.whole(ask("x"))
+        flip(file_at(bench.disk, 256))
+        answer = await bench.whole(request)
+        assert answer.completed.cached_tokens == end
+        assert answer.report.source == "live+cold+system-prompt"
+        assert used(bench) == {"system_prompt": 1} and failed(bench) == {"whole": 1}
+        assert "rung 4 (system_prompt)" in told(bench, "restore")[-1]
+        assert bench.cache.counters.ladder_tokens_saved == end - live
+        counts = prompts.counters
+        assert (counts.hits, counts.misses, counts.tokens_saved) == (1, 0, end - 256), "the first 256 came from cold"
+
+    play(first, tmp_path, slots=1, system_prompts=kept)
+    play(second, tmp_path, slots=1, system_prompts=kept)
 
 
 def test_rung_5_everything_is_read(cold: Path) -> None:

@@ -22,6 +22,7 @@ from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
+from strata.cache.system_prompts import LEVEL_NAME, SystemPromptLimits
 from strata.engine.fake import BASE_BYTES, CHECKPOINT_HEAD_BYTES, FakeEngine, FakeRun, next_state
 from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
@@ -34,6 +35,7 @@ from strata.store.arena import Arena
 from strata.store.filesystem import Filesystem
 from strata.store.fs import aligned_buffer
 from strata.store.level import Level
+from strata.store.names import SYSTEM_PROMPTS_FOLDER
 from strata.types import MIB, Segment, Span, Tokens, pad_to_page
 
 LIMIT_S = 30.0
@@ -247,8 +249,11 @@ class Workbench:
         fingerprint: bytes = b"f" * 32,
         clock_step_s: float = 1.0,
         memory: str = "segments",
+        system_prompts: SystemPromptLimits | None = None,
+        conversations: bool = True,
     ) -> None:
-        """`warm_bytes`: a second level above, in `root`/warm. `archive`: "off", "ids" or "state".
+        """`warm_bytes`: a second level above, in `root`/warm. `archive`: "off", "ids" or "state". `conversations`
+        False: no level keeps any. System prompts are kept in a folder of `root`.
 
         `clock_step_s`: how far the clock goes on each time somebody looks at it.
         """
@@ -258,8 +263,9 @@ class Workbench:
         block_tokens = block_tokens if self.engine.info.stages else 0
         self.engine.info = msgspec.structs.replace(self.engine.info, block_tokens=block_tokens, fingerprint=fingerprint)
         disk_limits = disk_limits or DiskLimits(budget_bytes=budget_bytes)
-        self.level = Level.open(root if warm_bytes is None else root / "cold", fs=fs)
-        levels = [(self.level, disk_limits)]
+        levels = []
+        if conversations:
+            levels.append((Level.open(root if warm_bytes is None else root / "cold", fs=fs), disk_limits))
         if warm_bytes is not None:
             warm = Level.open(root / "warm", name="warm", fs=fs)
             levels.insert(0, (warm, replace(disk_limits, budget_bytes=warm_bytes)))
@@ -267,6 +273,9 @@ class Workbench:
         if archive != "off":
             shelf_limits = DiskLimits(budget_bytes=1 << 40, is_archive=True, keep=4)
             shelf = (Level.open(root / "archive", name="archive", fs=fs), shelf_limits, archive == "ids")
+        prompts = None
+        if system_prompts is not None:
+            prompts = (Level.open(root / SYSTEM_PROMPTS_FOLDER, name=LEVEL_NAME, fs=fs), system_prompts)
         self._now = 0.0
         self._clock_step_s = clock_step_s
         self.cache = ConversationCache(
@@ -275,11 +284,14 @@ class Workbench:
             limits=limits or default_limits(ram),
             levels=levels,
             archive=shelf,
+            system_prompts=prompts,
             memory=lambda: self.free_bytes,
             clock=self._clock,
         )
-        self.disk = self.cache.disks[0]
-        """The write level."""
+        disks = [*self.cache.disks, *([self.cache.system_prompts.disk] if self.cache.system_prompts else [])]
+        self.disk = disks[0]
+        """The write level; without one, that of the system prompts."""
+        self.level = levels[-1][0] if levels else self.disk.level
         self.slots = Slots(slots, self._clock, is_kept=self.cache.keeps_live)
         if not self.engine.info.cuttable:
             self.slots.resume_point = self.cache.resume_point
@@ -373,7 +385,7 @@ class Workbench:
             counts.ram_hits + counts.disk_hits + counts.disk_hits_transient
         )
         for slot in self.slots.all:
-            assert (slot.busy, slot.doing, slot.parkings) == (False, "idle", set())
+            assert (slot.busy, slot.doing, slot.parkings, slot.writings) == (False, "idle", set(), set())
             held, right = self.engine.states[slot.index][: len(slot.tokens)], states_of(slot.tokens)
             if not self.engine.info.stages:  # what a checkpoint brings is the last state alone
                 held, right = held[-1:], right[-1:]
@@ -383,6 +395,8 @@ class Workbench:
         assert not self.engine.held_checkpoints, "spares leak"
         for disk in self.cache.disks:
             self._check_level(disk)
+        if self.cache.system_prompts is not None:
+            self._check_level(self.cache.system_prompts.disk)
         if self.cache.ram is not None:
             self._check_ram(self.cache.ram)
 

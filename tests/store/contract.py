@@ -31,7 +31,7 @@ from strata.store.filesystem import Filesystem
 from strata.store.format import encode_header, encode_manifest
 from strata.store.fs import aligned_buffer
 from strata.store.level import Level
-from strata.store.names import ARCHIVE_FOLDER, manifest_name, segment_path
+from strata.store.names import FOREIGN_FOLDERS, manifest_name, segment_path
 from strata.types import PAGE
 
 
@@ -224,10 +224,11 @@ class LevelContract:
         scan = level.scan(IDENTITY)
         assert [(entry.serial, "serial" in entry.reason) for entry in scan.stale] == [(2, True)]
 
-    def test_an_archive_in_the_directory_is_not_the_level_s(self, level, disk, root) -> None:
+    @pytest.mark.parametrize("folder", FOREIGN_FOLDERS)
+    def test_an_archive_in_the_directory_is_not_the_level_s(self, level, disk, root, folder) -> None:
         put(level, conversation(1, 20))
         before = level.used_bytes
-        archive = Level.open(root / ARCHIVE_FOLDER, name="archive", fs=disk)
+        archive = Level.open(root / folder, name=folder, fs=disk)
         put(archive, conversation(2, 300, seed=2))
         scan = level.scan(IDENTITY)
         assert ([s.manifest.serial for s in scan.manifests], scan.orphans, scan.other) == ([1], (), ())

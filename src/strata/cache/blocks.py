@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
+
+import numpy as np
 
 from strata.store.arena import Arena
 from strata.types import Span, pad_to_page
@@ -108,6 +110,11 @@ class BlockPool:
     def payload(self, span: Span, n_bytes: int) -> memoryview:
         """A captured payload and its padding up to a whole page, which the level zeroes before it writes."""
         return self._arena.view(span)[self.head_room : self.head_room + pad_to_page(n_bytes)]
+
+    def copy(self, source: Sequence[Span], target: Sequence[Span]) -> None:
+        """Copy spans, head room included; on any thread, without the interpreter's lock."""
+        for one, other in zip(source, target, strict=True):
+            np.copyto(np.frombuffer(self._arena.view(other), np.uint8), np.frombuffer(self._arena.view(one), np.uint8))
 
     def place(self, span: Span) -> memoryview:
         """Where the payload of a block is to be read to: everything behind the head room."""

@@ -22,16 +22,17 @@ from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.kept import Kept
 from strata.cache.ladder import Found, Ladder, Restored
+from strata.cache.lookup import HitRules, Lookup
 from strata.cache.parking import Desk, Parking, ParkJob
 from strata.cache.placing import Placing
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
-from strata.cache.restoring import need_bytes
 from strata.cache.resuming import Resuming
 from strata.cache.spilling import Spiller
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
 from strata.cache.streaming import Streaming
+from strata.cache.system_prompts import SystemPromptLimits, SystemPrompts
 from strata.engine.protocol import Engine
 from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.placement import Target
@@ -80,6 +81,7 @@ class ConversationCache:
         limits: CacheLimits,
         levels: Sequence[tuple[Level, DiskLimits]],
         archive: tuple[Level, DiskLimits, bool] | None = None,
+        system_prompts: tuple[Level, SystemPromptLimits] | None = None,
         memory: Memory,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -112,8 +114,10 @@ class ConversationCache:
             pool=self._pool,
             counters=self.counters,
         )
+        self.system_prompts = self._make_system_prompts(system_prompts, clock)
         self.ladder = self._make_ladder(clock)
         self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
+        self._lookup = self._make_lookup()
         self.taker = self._make_taker()
         """Takes checkpoints; None for memory that can be cut."""
         self.live = self.kept.live
@@ -130,13 +134,34 @@ class ConversationCache:
             self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
         if self.write_level is not None:
             self.write_level.on_recorded = self._became_durable
+        self.ladder.system_prompts = self.system_prompts
+        if self.system_prompts is not None:
+            self.system_prompts.taker = self.taker
+
+    def _make_system_prompts(
+        self, given: tuple[Level, SystemPromptLimits] | None, clock: Callable[[], float]
+    ) -> SystemPrompts | None:
+        if given is None:
+            return None
+        return SystemPrompts(
+            level=given[0],
+            limits=given[1],
+            engine=self._engine,
+            pool=self._pool,
+            admission=self._admission,
+            counters=self.counters,
+            story=self.story,
+            clock=clock,
+        )
 
     def _make_taker(self) -> CheckpointTaker | None:
-        if self._engine.info.cuttable:
+        prompts = self.system_prompts.disk if self.system_prompts is not None else None
+        if self._engine.info.cuttable or (self.ram or self.write_level or prompts) is None:
             return None
-        ram, disk, streaming = self.ram, self.write_level, None
-        if disk is not None:
-            streaming = Streaming(engine=self._engine, pool=self._pool, disk=disk, counters=self.counters)
+        ram, disk, streaming = self.ram, self.write_level or prompts, None
+        if self.write_level is not None:
+            level = self.write_level
+            streaming = Streaming(engine=self._engine, pool=self._pool, disk=level, counters=self.counters)
         return CheckpointTaker(
             engine=self._engine,
             room=CheckpointRoom(pool=self._pool, ram=ram, disk=disk, admission=self._admission, kept=self.kept),
@@ -159,6 +184,18 @@ class ConversationCache:
             story=self.story,
             clock=clock,
             climbs=self._limits.ladder,
+        )
+
+    def _make_lookup(self) -> Lookup:
+        return Lookup(
+            engine=self._engine,
+            ram=self.ram,
+            disks=self.disks,
+            system_prompts=self.system_prompts,
+            rules=HitRules(similarity=self._limits.similarity, n_min=self._limits.n_min),
+            ladder=self.ladder,
+            admission=self._admission,
+            counters=self.counters,
         )
 
     def _make_desk(self, clock: Callable[[], float]) -> Desk:
@@ -206,60 +243,32 @@ class ConversationCache:
     def lookup(self, root: Key, tokens: Tokens, *, beyond: int, held: int | None = None) -> Found | None:
         """The longest stored prefix of `tokens`, of at least `beyond` tokens and accepted by the hit rules (SPEC §2).
 
-        RAM before warm before cold among equally long ones. `held`: what the slot has already, and restoring the rest
-        must pay. What does not pay, or what no memory admits from disk, is looked for in RAM.
+        RAM before warm before cold among equally long ones, and a system prompt of its own only when it is longer.
+        `held`: what the slot has already, and restoring the rest must pay. What does not pay, or what no memory admits
+        from disk, is looked for in RAM.
         """
-        found: list[Found] = []
-        for match in self._everywhere(root, tokens):
-            if not found or match.upto > found[0].upto:
-                found.insert(0, match)
-        self.counters.lookups += 1
-        for best in [*found[:1], *(other for other in found[1:] if other.disk is None)]:
-            if self._is_hit(best, tokens, beyond) and self._is_taken(best, held):
-                self.counters.hits += 1
-                self.counters.ram_hits += best.disk is None
-                return best
-        self.counters.misses += 1
-        return None
-
-    def _everywhere(self, root: Key, tokens: Tokens) -> list[Found]:
-        """What each level has, fast to slow."""
-        levels = [None, *self.disks] if self.ram is not None else list(self.disks)
-        return [self._found(root, tokens, level) for level in levels]
-
-    def _found(self, root: Key, tokens: Tokens, disk: DiskLevel | None) -> Found:
-        level = disk if disk is not None else self.ram
-        assert level is not None, "asked for a level that is on"
-        index = level.index
-        match = index.lookup(root, tokens) if self._engine.info.cuttable else index.resume_point(root, tokens)
-        return Found(root=root, tokens=tokens, match=match, disk=disk)
-
-    def _is_taken(self, found: Found, held: int | None) -> bool:
-        """Whether a hit is restored: it pays, and memory admits it."""
-        if held is not None and not self.ladder.pays(found, held):
-            return False
-        if found.disk is None:
-            return True
-        return self._admission.read("conversation", need_bytes(self._engine, found.match)).admitted
-
-    def _is_hit(self, found: Found, tokens: Tokens, beyond: int) -> bool:
-        long_enough = found.upto >= max(1, beyond, self._limits.n_min)
-        return long_enough and found.upto > self._limits.similarity * len(tokens)
+        return self._lookup.find(root, tokens, beyond=beyond, held=held)
 
     # ------------------------------------------------------------------------------------------------------ restore
 
     async def restore(self, slot: int, found: Found, keep: int) -> Restored:
         """Bring `slot`, which holds exactly [0, keep), up to `found.upto`, or as far as the ladder reaches."""
-        return await self.ladder.restore(slot, found, keep)
+        restored = await self.ladder.restore(slot, found, keep)
+        if self.system_prompts is not None:
+            disk = self.system_prompts.disk
+            n_loaded = restored.tokens_by_level.get(disk.name, 0)
+            self.system_prompts.note_restore(found.root, found.tokens, n_loaded, asked=found.disk is disk)
+        return restored
 
     def resume_point(self, root: Key, tokens: Tokens) -> int:
         """Where a slot that holds all of `tokens` but the last can be brought back to (memory that cannot be cut)."""
-        return max((found.upto for found in self._everywhere(root, tokens)), default=0)
+        found = self._lookup.deepest(root, tokens)
+        return 0 if found is None else found.upto
 
     async def go_back(self, slot: int, root: Key, tokens: Tokens) -> int:
         """Bring a slot that holds all of `tokens` but the last to their deepest checkpoint; what it holds then."""
-        found = max(self._everywhere(root, tokens), key=lambda f: f.upto, default=None)
-        if found is None or not found.upto or not isinstance(self.ladder, Resuming):
+        found = self._lookup.deepest(root, tokens)
+        if found is None or not isinstance(self.ladder, Resuming):
             await self._engine.trim(slot, 0)
             return 0
         return (await self.ladder.go_back(slot, found, rows=len(tokens) - 1)).held
@@ -274,9 +283,22 @@ class ConversationCache:
         """The slot holds something else from now on."""
         self.live.pop(slot, None)
 
+    @property
+    def parks(self) -> bool:
+        """Whether conversations are kept at all: with the system-prompt cache alone they are not."""
+        return self.ram is not None or bool(self.disks)
+
     def begin_park(self, job: ParkJob) -> Parking | None:
         """A park of the job's state; `Parking.run` must follow. None: nothing to do, or no way to do it."""
-        return self._placing.begin(job)
+        return self._placing.begin(job) if self.parks else None
+
+    def checkpoints_to_take(self, root: Key, tokens: Tokens, held: int) -> tuple[int, ...]:
+        """Where, while a prompt is read into a slot that holds its first `held` tokens; none if memory can be cut."""
+        if self.taker is None:
+            return ()
+        wanted = set(self.taker.positions(root, tokens, held)) if self.parks else set()
+        prompt = self.system_prompts.wants_checkpoint(root, tokens) if self.system_prompts is not None else None
+        return tuple(sorted(wanted | ({prompt} if prompt is not None and prompt > held else set())))
 
     def _became_durable(self, entry: Conversation) -> None:
         """On the write level: what was parked before and is continued by it is not needed in RAM, nor further down."""
@@ -293,6 +315,8 @@ class ConversationCache:
     def tick(self) -> None:
         """Every few seconds: what could not leave its level, or not be written, tries again; what is too old goes."""
         self.cascade.tick()
+        if self.system_prompts is not None:
+            self.system_prompts.tick()
         if self.spiller is not None:
             self.spiller.wake()
 
@@ -323,9 +347,12 @@ class ConversationCache:
             return False
         return True
 
-    def _all_disks(self) -> list[DiskLevel]:
+    def _levels(self) -> list[DiskLevel]:
         archive = self.cascade.archive
         return [*self.disks, *([archive.level] if archive is not None else [])]
+
+    def _all_disks(self) -> list[DiskLevel]:
+        return [*self._levels(), *([self.system_prompts.disk] if self.system_prompts is not None else [])]
 
     def check(self) -> list[str]:
         """Every inconsistency found between and in the indexes, in words; empty when all is well."""
@@ -337,7 +364,7 @@ class ConversationCache:
     def status(self) -> list[dict[str, object]]:
         """What each level holds now, for /v1/status: no text, no token, no client's key."""
         levels = [] if self.ram is None else [ram_status(self.ram)]
-        return levels + [disk_status(disk) for disk in self._all_disks()]
+        return levels + [disk_status(disk) for disk in self._levels()]
 
     def close(self) -> None:
         """End the threads and release the directories."""

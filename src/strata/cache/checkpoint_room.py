@@ -7,6 +7,7 @@ there is written at once, through two blocks. The copies that the engine makes o
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
@@ -115,6 +116,14 @@ class CheckpointRoom:
     def _evict(self, n_bytes: int, keys: Collection[Key]) -> None:
         if n_bytes > 0 and self._ram is not None:
             self._kept.evict(self._ram.plan_to_free(n_bytes, tuple(keys)))
+
+    async def copy(self, spans: tuple[Span, ...]) -> Room | None:
+        """The same bytes once more, in blocks that pass through and belong to the caller. None: there is no room."""
+        copied = self._pool.try_take(tuple(span.length for span in spans), "park")
+        if copied is None:
+            return None
+        await asyncio.to_thread(self._pool.copy, spans, copied)
+        return Room(spans=copied, stays=False)
 
     def to_ram(self, room: Room) -> None:
         """Its spans belong to the RAM level from now on."""

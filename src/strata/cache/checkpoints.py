@@ -186,14 +186,24 @@ class CheckpointTaker:
         self._ram.lease([captured.key])
         return replace(captured, room=None)
 
+    def _spans(self, captured: Captured) -> tuple[Span, ...]:
+        """Where one lies that was not streamed."""
+        if captured.room is not None:
+            return captured.room.spans
+        assert self._ram is not None, "held by a RAM level that is off"
+        return tuple(row[0] for row in self._ram.blocks(captured.key))
+
+    async def copy(self, captured: Captured) -> Captured | None:
+        """The same once more, for another level; its blocks belong to the caller.
+
+        None: there is no room for it, or it went to disk and is not in memory any more.
+        """
+        room = None if captured.ticket else await self.room.copy(self._spans(captured))
+        return None if room is None else replace(captured, room=room)
+
     async def put_back(self, slot: int, captured: Captured) -> int:
         """Bring a slot, which still holds its rows, back to a captured checkpoint; the positions it holds then."""
-        if captured.room is not None:
-            spans = captured.room.spans
-        else:
-            assert self._ram is not None, "held by a RAM level that is off"
-            spans = tuple(row[0] for row in self._ram.blocks(captured.key))
-        for i, span in enumerate(spans):
+        for i, span in enumerate(self._spans(captured)):
             done = await self._engine.apply_checkpoint(
                 slot, position=captured.position, offset=i * BLOCK_BYTES, total=captured.n_bytes, span=span
             )

@@ -24,6 +24,7 @@ from strata.cache.entries import HeldSegment, Match
 from strata.cache.ram import RamLevel
 from strata.cache.restoring import Applied, BadSegment, Fault, Planned, Restoring, need_bytes, planned_bytes
 from strata.cache.story import Story
+from strata.cache.system_prompts import SystemPrompts
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix
@@ -58,13 +59,15 @@ class Found:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """`held`: positions the slot holds now; `kept` of them it held before. `bytes_by_level`: payload of what was used,
-    in the order of first use. `failed`: what could not be used, rung by rung; `bad`: the segments at fault.
+    in the order of first use; `tokens_by_level`: how many tokens that was. `failed`: what could not be used, rung by
+    rung; `bad`: the segments at fault.
     """
 
     held: int
     kept: int
     seconds: float
     bytes_by_level: dict[str, int]
+    tokens_by_level: dict[str, int]
     failed: tuple[str, ...] = ()
     bad: tuple[BadSegment, ...] = ()
 
@@ -98,9 +101,15 @@ class Climb:
     before: int
     held: int
     bytes_by_level: Counter[str] = field(default_factory=Counter)
+    tokens_by_level: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     bad: list[BadSegment] = field(default_factory=list)
     used: list[Rung] = field(default_factory=list)
+
+    def forget_sources(self) -> None:
+        """Nothing that was applied is left."""
+        self.bytes_by_level.clear()
+        self.tokens_by_level.clear()
 
 
 class Ladder:
@@ -122,8 +131,8 @@ class Ladder:
         """`climbs`: the ladder is on."""
         self.climbs = climbs
         self.costs = Costs()
-        self.further: list[DiskLevel] = []
-        """Levels that are asked last: roots that stored conversations start from (rung 4)."""
+        self.system_prompts: SystemPrompts | None = None
+        """Asked last (rung 4)."""
         self._engine = engine
         self._ram = ram
         self._disks = tuple(disks)
@@ -174,6 +183,7 @@ class Ladder:
             kept=climb.before,
             seconds=time.perf_counter() - began,
             bytes_by_level=dict(climb.bytes_by_level),
+            tokens_by_level=dict(climb.tokens_by_level),
             failed=tuple(climb.failed),
             bad=tuple(climb.bad),
         )
@@ -186,6 +196,7 @@ class Ladder:
         with self._leased(climb.found, plan):
             applied = await self._apply(climb, plan)
             climb.bytes_by_level.update(applied.bytes_by_level)
+            climb.tokens_by_level.update(_tokens_by_level(plan.path, at, applied.held))
             climb.held = applied.held
             if plan.rung is not Rung.WHOLE and applied.held > at:
                 climb.used.append(plan.rung)
@@ -230,7 +241,7 @@ class Ladder:
             await self._engine.trim(climb.slot, 0)
         climb.held, climb.before = n, min(n, climb.before)
         if n == climb.before:
-            climb.bytes_by_level.clear()
+            climb.forget_sources()
 
     # ----------------------------------------------------------------------------------------------------- failures
 
@@ -299,9 +310,10 @@ class Ladder:
             if keys <= {planned.held.key for planned in failed.path} - {key}:
                 rung = Rung.GOOD_PART  # once more: the engine lost it
             plans.append(self._gathered(rung, match.path, match.upto, self._disks))
-        for level in self.further:
-            match = level.index.lookup(found.root, found.tokens, *indexes)
-            plans.append(self._gathered(Rung.SYSTEM_PROMPT, match.path, match.upto, (*self._disks, level)))
+        if self.system_prompts is not None:
+            match = self.system_prompts.find(found.root, found.tokens)
+            disks = (*self._disks, self.system_prompts.disk)
+            plans.append(self._gathered(Rung.SYSTEM_PROMPT, match.path, match.upto, disks))
         return plans
 
     def _offer(self, climb: Climb, plan: Plan) -> Offer:
@@ -309,7 +321,8 @@ class Ladder:
         gain = plan.upto - climb.held
         pays = gain > 0 and self.costs.verdict(gain, self._bytes(plan, climb.held)).pays
         if pays and climb.found.disk is None and any(p.disk is not None for p in plan.path):
-            pays = self._admission.read("conversation", self._need_bytes(plan), counted=False).admitted
+            what = "system-prompt" if plan.rung is Rung.SYSTEM_PROMPT else "conversation"
+            pays = self._admission.read(what, self._need_bytes(plan), counted=False).admitted
         return Offer(rung=plan.rung, upto=plan.upto, pays=pays)
 
     def _need_bytes(self, plan: Plan) -> int:
@@ -349,3 +362,12 @@ class Ladder:
         finally:
             for level in levels:
                 level.release(keys)
+
+
+def _tokens_by_level(path: Sequence[Planned], start: int, end: int) -> Counter[str]:
+    """Of positions [start, end), how many each level gave."""
+    found = Counter[str]()
+    for planned in path:
+        segment = planned.held.segment
+        found[planned.level] += max(0, min(segment.end, end) - max(segment.start, start))
+    return found

@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from strata.cache.admission import Admission
 from strata.cache.blocks import BlockPool
-from strata.cache.capturing import Capturing, Lengths, RamSource, payload_lengths, rows, segment_lengths
+from strata.cache.capturing import Capturing, Lengths, RamSource, payload_lengths, rows
 from strata.cache.checkpoints import Captured, CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
@@ -282,13 +283,13 @@ class Parking:
 
     async def _write_missing(self, writing: PutWriter) -> int:
         """Hand the missing segments to the writer; how many of all segments it has or had."""
-        ram, missing = self._desk.ram, writing.put.missing
+        desk, ram, missing = self._desk, self._desk.ram, writing.put.missing
         if self._checkpoints is not None:
             for key in self._checkpoints.hand_over(writing):
                 assert ram is not None, "held by a RAM level that is off"
                 await writing.checkpoint_from_ram(key, ram)
         to_capture = [s for s in self._segments if s.key in missing and not (ram and ram.index.holds(s.key))]
-        n_captured = await self._capturing.run(to_capture, DiskSource(self, writing), writing.from_capture)
+        n_captured = await self._capturing.run(to_capture, DiskSource(desk.pool, self, writing), writing.from_capture)
         self._captured.set()
         lost = {segment.key for segment in to_capture[n_captured:]}
         reached = next((i for i, key in enumerate(self._keys) if key in lost), len(self._keys))
@@ -353,25 +354,34 @@ def give_up(desk: Desk, job: ParkJob, placed: Placement, reason: str = "", *, ev
     desk.tell(job, "discard", f"{n_tokens} tokens: {reason or placed.reason}")
 
 
+class Giver(Protocol):
+    """Who captures from a slot. `wanted`: the slot is about to hold something else."""
+
+    wanted: bool
+
+    def make_room(self, n_bytes: int) -> None:
+        """Let others give memory back, as far as they may."""
+
+
 class DiskSource:
     """Memory for blocks that pass through: few at once, and as many as are free when the slot is wanted."""
 
-    def __init__(self, parking: Parking, writing: PutWriter) -> None:
-        self._parking = parking
+    def __init__(self, pool: BlockPool, giver: Giver, writing: PutWriter) -> None:
+        self._pool = pool
+        self._giver = giver
         self._writing = writing
-        self._pool = parking._desk.pool
 
     def try_take(self, lengths: Lengths) -> Blocks | str | None:
         flat = tuple(length for row in lengths for length in row)
         if not self._pool.can_ever_park(flat):
             return f"a segment needs {sum(flat)} bytes of the arena, more than parks may have"
-        wanted = self._parking.wanted
+        wanted = self._giver.wanted
         if not wanted and self._writing.queued_bytes > MOST_QUEUED_BYTES:
             return None
         spans = self._pool.try_take(flat, "park")
         if spans is None and not self._pool.is_passing:
             # Nothing will come back: RAM has all of the arena, and the system gives no more.
-            self._parking.make_room(sum(flat))
+            self._giver.make_room(sum(flat))
             spans = self._pool.try_take(flat, "park")
             if spans is None:
                 return "the arena could not grow"
@@ -382,9 +392,3 @@ class DiskSource:
     async def wait(self) -> None:
         """A block comes back with every write that ends."""
         await self._pool.returned()
-
-
-def transient_need_bytes(desk: Desk, segments: tuple[Segment, ...], missing: frozenset[Key]) -> int:
-    """Arena bytes that a park of these segments to disk holds at once."""
-    sizes = [sum(map(sum, segment_lengths(desk.engine, s))) for s in segments if s.key in missing]
-    return min(sum(sizes), MOST_QUEUED_BYTES + max(sizes, default=0), desk.pool.park_bytes)

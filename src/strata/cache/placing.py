@@ -6,8 +6,9 @@ The decision itself is rules/placement.py; what a park does then is parking.py.
 from __future__ import annotations
 
 from strata.cache.capturing import segment_lengths
-from strata.cache.parking import Desk, Parking, ParkJob, give_up, transient_need_bytes
+from strata.cache.parking import Desk, Parking, ParkJob, give_up
 from strata.cache.spilling import Spiller
+from strata.cache.writing import transient_need_bytes
 from strata.rules import prefix
 from strata.rules.eviction import NOTHING_TO_EVICT, Eviction
 from strata.rules.placement import Destination, ParkFacts, place_park
@@ -98,7 +99,7 @@ class Placing:
         fits = fits and not any(one.ticket for one in job.checkpoints)  # some of it is on disk already
         facts = desk.admission.facts(
             ram_need_bytes=ram_need,
-            transient_need_bytes=transient_need_bytes(desk, segments, to_write),
+            transient_need_bytes=transient_need_bytes(desk.engine, desk.pool, segments, to_write),
             evictable_bytes=evictable_bytes,
             fits_budget=fits,
             disk_usable=disk is not None and (disk.usable or ram is None) and not refused,

@@ -60,6 +60,7 @@ class Resuming(Ladder):
             kept=climb.before,
             seconds=time.perf_counter() - began,
             bytes_by_level=dict(climb.bytes_by_level),
+            tokens_by_level=dict(climb.tokens_by_level),
             failed=tuple(climb.failed),
             bad=tuple(climb.bad),
         )
@@ -78,10 +79,11 @@ class Resuming(Ladder):
                 fault, rows = await self._resume(climb, plan, source, rows)
             if fault is None:
                 climb.held = checkpoint.position
+                climb.tokens_by_level[source.level.name] += checkpoint.position - climb.before
                 climb.used += [] if rung is Rung.WHOLE else [rung]
                 return
-            rung = Rung.GOOD_PART
             found = self._next(climb) if self.climbs and fault is not Fault.NO_MEMORY else None
+            rung = Rung.SYSTEM_PROMPT if found is not None and found.disk not in self._disks else Rung.GOOD_PART
         await self._fall_back(climb)
 
     def _next(self, climb: Climb) -> Found | None:
@@ -91,8 +93,11 @@ class Resuming(Ladder):
         if self._ram is not None:
             levels.insert(0, (self._ram, None))
         offers = [replace(at, match=level.index.resume_point(at.root, at.tokens), disk=disk) for level, disk in levels]
-        best = max(offers, key=lambda found: found.upto)
-        return best if best.upto > climb.before else None
+        if self.system_prompts is not None:
+            match = self.system_prompts.find(at.root, at.tokens)
+            offers.append(replace(at, match=match, disk=self.system_prompts.disk))
+        best = max(offers, key=lambda found: found.upto, default=at)
+        return best if best.upto > climb.before and best is not at else None
 
     async def _fall_back(self, climb: Climb) -> None:
         """What the slot held before, if it can still go on with that; else nothing."""
@@ -101,7 +106,7 @@ class Resuming(Ladder):
             climb.before = 0
             await self._engine.trim(climb.slot, 0)
         climb.held = climb.before
-        climb.bytes_by_level.clear()
+        climb.forget_sources()
         climb.used.append(Rung.READ)
 
     # ----------------------------------------------------------------------------------------------------- one attempt

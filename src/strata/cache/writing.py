@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from strata.cache.blocks import BlockPool
+from strata.cache.capturing import segment_lengths
 from strata.cache.disk import DiskLevel
 from strata.cache.put import Put
 from strata.cache.ram import Blocks, Payloads, RamLevel
@@ -181,3 +182,11 @@ def manifest_of(
         stamp_s=0.0,
         checkpoints=checkpoints,
     )
+
+
+def transient_need_bytes(
+    engine: Engine, pool: BlockPool, segments: tuple[Segment, ...], missing: frozenset[Key]
+) -> int:
+    """Arena bytes that a park of these segments to disk holds at once."""
+    sizes = [sum(map(sum, segment_lengths(engine, s))) for s in segments if s.key in missing]
+    return min(sum(sizes), MOST_QUEUED_BYTES + max(sizes, default=0), pool.park_bytes)

@@ -77,7 +77,7 @@ class Loop:
         while not self._closing:
             self._receive()
             self._work()
-            self._flush()  # whoever waits for a block can send the next one while the step runs
+            self._flush()
             if self._active:
                 self._step()
                 self._flush()
@@ -135,6 +135,8 @@ class Loop:
                 self._start(command)
             else:
                 self._events.append(self._jobs.carry_out(command, {request.slot for request in self._active}))
+            if is_block:
+                self._flush()  # whoever waits for it can go on, and send another, while the next one is moved
         self._waiting = kept
 
     # --------------------------------------------------------------------------------------------------------- requests

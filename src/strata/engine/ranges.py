@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,18 +151,21 @@ class RangeFormat:
 
     def write_head(self, head: Bytes, start: int, extra: Words | None) -> None:
         """Fill `head` for cells at consecutive positions from `start`; `extra` is (cells, 3) when cells carry it."""
-        words = head.view("<i4")
-        n_cells = (len(words) - _HEAD_WORDS) // self.cells.words
-        words[:4] = np.array([MAGIC, 0, 1, n_cells], "<u4").view("<i4")
-        words[-2:] = (self.transposed, len(self.layers))
-        cells = words[4:-2].reshape(n_cells, self.cells.words)
-        cells[:, 0] = np.arange(start, start + n_cells)
-        cells[:, 1] = 1
-        cells[:, -1] = 0
+        words, n_cells = self._words(head)
+        words[:] = self._head(n_cells, start)
         if self.cells.extra:
             if extra is None:
                 raise BadState("cells of this model carry extra coordinates")
-            cells[:, 2:5] = extra
+            words[4:-2].reshape(n_cells, self.cells.words)[:, 2:5] = extra
+
+    def _words(self, head: Bytes) -> tuple[Words, int]:
+        words = head.view("<i4")
+        return words, (len(words) - _HEAD_WORDS) // self.cells.words
+
+    def _head(self, n_cells: int, start: int) -> Words:
+        """The head of cells at consecutive positions from `start`, their extra words 0."""
+        at_zero, is_position = _head_at_zero(n_cells, self.cells.words, self.transposed, len(self.layers))
+        return at_zero + is_position * np.int32(start)
 
     def read_head(self, head: Bytes, start: int) -> tuple[NDArray[np.intp] | None, Words | None]:
         """Check the head of a captured range from position `start`.
@@ -170,12 +173,15 @@ class RangeFormat:
         Returns the order that sorts its rows by position (None when they are sorted) and its extra words, sorted.
         Raises BadState when it is not exactly one cell for each position.
         """
-        words = head.view("<i4")
-        n_cells = (len(words) - _HEAD_WORDS) // self.cells.words
-        expected = np.array([MAGIC, 1, n_cells], "<u4").view("<i4")
-        if not np.array_equal(words[[0, 2, 3]], expected):
+        words, n_cells = self._words(head)
+        same = words == self._head(n_cells, start)
+        same[1] = True  # the sequence it was taken from
+        same[4:-2].reshape(n_cells, self.cells.words)[:, -1] = True
+        if same.all() and not self.cells.extra:
+            return None, None
+        if not same[[0, 2, 3]].all():
             raise BadState(f"not a state of {n_cells} cells")
-        if tuple(words[-2:]) != (self.transposed, len(self.layers)):
+        if not same[-2:].all():
             raise BadState(f"V layout {words[-2]} or layer count {words[-1]} differ from those at start")
         cells = words[4:-2].reshape(n_cells, self.cells.words)
         positions = np.arange(start, start + n_cells)
@@ -206,6 +212,20 @@ class RangeFormat:
         rows = body[at:end].reshape(shape)
         rows[:] = np.take(rows, order, axis=len(shape) - 2)
         return end
+
+
+@lru_cache(maxsize=8)
+def _head_at_zero(n_cells: int, cell_words: int, transposed: bool, n_layers: int) -> tuple[Words, Words]:
+    """A blob's head for positions [0, n_cells), and 1 where a position is written in it, else 0."""
+    words = np.zeros(_HEAD_WORDS + n_cells * cell_words, "<i4")
+    words[:4] = np.array([MAGIC, 0, 1, n_cells], "<u4").view("<i4")
+    words[-2:] = (transposed, n_layers)
+    cells = words[4:-2].reshape(n_cells, cell_words)
+    cells[:, 0] = np.arange(n_cells)
+    cells[:, 1] = 1
+    is_position = np.zeros_like(words)
+    is_position[4:-2:cell_words] = 1
+    return words, is_position
 
 
 def _empty(part: Part) -> bytes:

@@ -8,6 +8,7 @@ from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
+from strata.cache.system_prompts import SystemPromptLimits
 from strata.config import Config
 from strata.engine.protocol import EngineInfo
 from strata.rules.checkpoints import CheckpointLimits
@@ -73,4 +74,14 @@ def archive_limits(config: Config) -> DiskLimits:
         max_age_s=config.conversation_cache_archive_max_age_days * DAY_S,
         is_archive=True,
         keep=config.conversation_cache_archive_keep,
+    )
+
+
+def system_prompt_limits(config: Config) -> SystemPromptLimits:
+    return SystemPromptLimits(
+        budget_bytes=config.system_prompt_cache_mib * MIB,
+        most=config.system_prompt_cache_slots,
+        max_age_s=config.system_prompt_cache_max_age_days * DAY_S,
+        declared=config.system_prompt_cache_key,
+        least=config.prompt_cache_root,
     )

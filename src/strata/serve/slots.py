@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from strata.cache.parking import Parking
+from strata.cache.prompt_writing import PromptWriting
 from strata.errors import Busy
 from strata.rules.prefix import shared_prefix
 from strata.rules.slots import Seat, SlotView, choose_seat
@@ -35,7 +36,7 @@ class Slot:
     """One slot. `root`: whose conversation it holds; `frontier`: the last turn opener of its prompt, 0 = none.
 
     `owed`: what it holds is to be kept when it leaves; `provisional`: it is of a cancelled request, so only if that
-    costs nothing. `parkings`: parks that still capture from it.
+    costs nothing. `parkings`: parks that still capture from it; `writings`: of system prompts.
     `doing`: for people: "idle", "preparing", "reading", "writing", "saving", "restoring", "erasing".
     `came_from`: what its next request reuses in it is called this in that one's report: "live" or "session".
     """
@@ -48,6 +49,7 @@ class Slot:
     owed: bool = False
     provisional: bool = False
     parkings: set[Parking] = field(default_factory=set)
+    writings: set[PromptWriting] = field(default_factory=set)
     last_used_s: float = 0.0
     doing: str = "idle"
     total: int = 0
@@ -86,8 +88,9 @@ class Slot:
 
     async def give_way(self, keep: int) -> None:
         """Let parks take what they still can out of the slot behind `keep` before it changes; no wait for the disk."""
-        reaching = [parking for parking in self.parkings if parking.reach > keep]
-        await asyncio.gather(*(parking.give_way() for parking in reaching))
+        captures: list[Parking | PromptWriting] = [*self.parkings, *self.writings]
+        reaching = [one for one in captures if one.reach > keep]
+        await asyncio.gather(*(one.give_way() for one in reaching))
 
 
 class Slots:

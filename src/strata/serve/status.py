@@ -6,6 +6,7 @@ Plain values for JSON; no text, no token, no client's key.
 from __future__ import annotations
 
 from strata.cache.cache import ConversationCache
+from strata.cache.status import disk_status
 from strata.store.arena import Arena
 
 
@@ -18,6 +19,12 @@ def cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:
         "restore_ladder": cache.ladder.climbs,
         "costs": cache.ladder.costs.status(),
     }
+
+
+def system_prompt_status(cache: ConversationCache) -> dict[str, object] | None:
+    """None: system prompts are not kept. `level`: see `disk_status`."""
+    prompts = cache.system_prompts
+    return None if prompts is None else {**prompts.status(), "level": disk_status(prompts.disk)}
 
 
 def arena_status(arena: Arena) -> dict[str, object]:

@@ -24,6 +24,7 @@ from strata.rules import prefix
 from strata.rules.slots import Seat
 from strata.serve.request import Admitted, CacheReport, Completed, Reading, Started, Text, TurnEvent, TurnRequest
 from strata.serve.slots import NOTHING, Slot, Slots
+from strata.serve.system_prompts import keep_system_prompt
 from strata.types import Key, Tokens
 
 log = logging.getLogger("strata.turn")
@@ -68,7 +69,7 @@ async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnE
         run.check_engine(shop.engine)
         yield Started(slot=slot.index, cache=report)
         run.taker = shop.cache.taker if shop.cache is not None and request.cache_prompt else None
-        run.generation = shop.engine.run(command(shop.engine, run, request, keep=report.reused))
+        run.generation = shop.engine.run(command(shop, run, request, keep=report.reused))
         async for event in run.generation:
             match event:
                 case Progress():
@@ -228,8 +229,9 @@ async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, g
     return 0
 
 
-def command(engine: Engine, run: Running, request: TurnRequest, *, keep: int) -> Run:
-    slot, prompt, context = run.slot, run.prompt, engine.info.context
+def command(shop: Workshop, run: Running, request: TurnRequest, *, keep: int) -> Run:
+    slot, prompt, context = run.slot, run.prompt, shop.engine.info.context
+    cache = shop.cache if run.taker is not None else None
     return Run(
         request=0,
         slot=slot.index,
@@ -240,8 +242,8 @@ def command(engine: Engine, run: Running, request: TurnRequest, *, keep: int) ->
         limit=context,
         stop=request.stop,
         ignore_eos=request.ignore_eos,
-        checkpoints=() if run.taker is None else run.taker.positions(prompt.root, prompt.tokens, keep),
-        hold_end=run.taker is not None,
+        checkpoints=() if cache is None else cache.checkpoints_to_take(prompt.root, prompt.tokens, keep),
+        hold_end=cache is not None and cache.parks,
     )
 
 
@@ -266,6 +268,8 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
             await revert(shop, run, openers, captured)
         slot.frontier = prefix.frontier(slot.tokens, openers) or 0
         slot.owed = finished is not None and (shop.engine.info.cuttable or not slot.provisional)
+        if request.cache_prompt and finished is not None and shop.cache is not None:
+            await keep_system_prompt(shop.cache.system_prompts, slot, run.prompt.tokens, captured, shop.parks)
         if not request.cache_prompt:
             slot.forget()
         elif finished is not None and not slot.provisional:

@@ -18,17 +18,18 @@ import strata
 from strata.cache.cache import TRANSIENT_BYTES, ConversationCache
 from strata.cache.sessions import SESSION_ARENA_BYTES, SessionMover
 from strata.cache.status import story_status
+from strata.cache.system_prompts import LEVEL_NAME as SYSTEM_PROMPT
 from strata.cache.tasks import watched
 from strata.config import Config
 from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
 from strata.errors import ConfigError, EngineGone, LevelError, NotSupported
 from strata.rules import prefix
-from strata.serve.limits import archive_limits, cache_limits, disk_limits, floors_of
+from strata.serve.limits import archive_limits, cache_limits, disk_limits, floors_of, system_prompt_limits
 from strata.serve.request import TurnEvent, TurnRequest
 from strata.serve.sessions import Sessions, slot_list
 from strata.serve.slots import Slots
-from strata.serve.status import arena_status, cache_status
+from strata.serve.status import arena_status, cache_status, system_prompt_status
 from strata.serve.turn import Workshop, leave, run_turn
 from strata.store.arena import Arena
 from strata.store.choices import Choices
@@ -115,12 +116,15 @@ class Server:
     def _open_levels(self) -> Choices | None:
         """Lock the directories and reserve the arena; nothing at all when the cache is off."""
         config = self._config
-        folders = {"warm": config.warm_dir_in_use, "cold": config.cold_dir_in_use}
+        folders = {
+            "warm": config.warm_dir_in_use,
+            "cold": config.cold_dir_in_use,
+            "archive": config.archive_dir_in_use,
+            SYSTEM_PROMPT: config.system_prompt_dir_in_use,
+        }
         for name, root in folders.items():
             if root is not None:
                 self._levels[name] = Level.open(root, name=name)
-        if config.archive_dir_in_use is not None:
-            self._levels["archive"] = Level.open(config.archive_dir_in_use, name="archive")
         session_bytes = 0
         if config.slot_save_path is not None:
             min_free_bytes = config.session_min_free_mib * MIB
@@ -133,8 +137,8 @@ class Server:
         ram_bytes = config.conversation_cache_mib * MIB
         self._arena = Arena(ram_bytes + ram_bytes // ARENA_SLACK + TRANSIENT_BYTES + session_bytes)
         self._arena.reserve(max(ARENA_AT_START_BYTES, config.conversation_cache_reserve_mib * MIB))
-        last = config.last_dir_in_use
-        return Choices(Disk(), last) if last is not None else None
+        kept_in = config.last_dir_in_use or config.system_prompt_dir_in_use
+        return Choices(Disk(), kept_in) if kept_in is not None else None
 
     @property
     def _has_cache(self) -> bool:
@@ -146,6 +150,9 @@ class Server:
         if not info.cuttable and not info.checkpoint_bytes:
             log.warning("conversations of this model are not kept: %s", info.mode_reason)
             return None
+        prompts = self._levels.get(SYSTEM_PROMPT)
+        if prompts is not None and not info.openers:
+            log.warning("no system prompt is kept: this model has no turn token, so nothing tells where one ends")
         archive = self._levels.get("archive")
         limits = archive_limits(self._config)
         ids_only = self._config.conversation_cache_archive_mode == "ids"
@@ -160,6 +167,7 @@ class Server:
                     if name in self._levels
                 ],
                 archive=(archive, limits, ids_only) if archive is not None else None,
+                system_prompts=(prompts, system_prompt_limits(self._config)) if prompts is not None else None,
                 memory=available_memory,
             )
         except OSError as error:
@@ -326,6 +334,7 @@ class Server:
             "waiting": shop.slots.waiting,
             "levels": [] if shop.cache is None else shop.cache.status(),
             "cache": None if shop.cache is None else cache_status(shop.cache, len(shop.parks)),
+            "system_prompts": None if shop.cache is None else system_prompt_status(shop.cache),
             "sessions": None if self._sessions is None else self._sessions.status(),
             "story": [] if shop.cache is None else story_status(shop.cache.story),
             "arena": None if self._arena is None else arena_status(self._arena),

@@ -13,7 +13,9 @@ from strata.types import Key
 SEGMENT_DIR = "seg"
 CHOICES_NAME = "strata-choices.json"
 ARCHIVE_FOLDER = "archive"
-"""A folder in a level's directory that is not the level's: it has a lock, a scan and a budget of its own."""
+SYSTEM_PROMPTS_FOLDER = "system-prompts"
+FOREIGN_FOLDERS = (ARCHIVE_FOLDER, SYSTEM_PROMPTS_FOLDER)
+"""Folders in a level's directory that are not the level's: each has a lock, a scan and a budget of its own."""
 TEMPORARY = ".tmp"
 QUARANTINED = ".bad"
 MAX_STAGES = 64

@@ -19,8 +19,8 @@ from strata.errors import DamagedFile
 from strata.store.filesystem import LOCK_NAME, Entry, Filesystem
 from strata.store.format import MAX_MANIFEST_BYTES, Manifest, decode_manifest, segment_file_bytes
 from strata.store.names import (
-    ARCHIVE_FOLDER,
     CHOICES_NAME,
+    FOREIGN_FOLDERS,
     is_quarantined,
     is_temporary,
     parse_checkpoint_path,
@@ -121,7 +121,7 @@ class Scan:
 
 
 def walk(fs: Filesystem, root: Path) -> Walk:
-    """List every file below `root`, not following links and without the archive that may lie there.
+    """List every file below `root`, not following links and without the archive and the system prompts there.
 
     Names that vanish meanwhile are left out.
     """
@@ -139,7 +139,7 @@ def walk(fs: Filesystem, root: Path) -> Walk:
             if entry.kind != "dir":
                 files[path] = entry
                 continue
-            if path == ARCHIVE_FOLDER:
+            if path in FOREIGN_FOLDERS:
                 continue
             waiting.append(path + "/")
             if parse_manifest_name(path) or parse_segment_path(path) or parse_checkpoint_path(path):

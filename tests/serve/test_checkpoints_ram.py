@@ -16,6 +16,7 @@ from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits
 from strata.cache.entries import Conversation
 from strata.cache.ram import RamLevel, RamLimits
+from strata.cache.system_prompts import SystemPromptLimits
 from strata.errors import EngineGone, RunError
 from strata.rules.checkpoints import CheckpointLimits
 from strata.serve.request import TurnRequest
@@ -188,6 +189,19 @@ def test_what_ram_evicts_is_written_first(tmp_path: Path, memory: str) -> None:
         assert len(bench.disk.index.conversations()) >= 2
 
     restarted(tmp_path, memory, scenario, limits=limits(most=2, spill_on_evict=True), slots=1)
+
+
+@every_memory
+def test_a_system_prompt_is_written_from_a_checkpoint_in_ram(tmp_path: Path, memory: str) -> None:
+    async def scenario(bench: Workbench) -> None:
+        await bench.whole(FIRST)
+        prompts = bench.cache.system_prompts
+        assert prompts is not None
+        (kept,) = prompts.disk.index.conversations()
+        assert [at for at, _ in prompts.disk.index.usable_checkpoints(kept.serial)] == [ROOT]
+        assert ROOT in in_ram(bench)[0]
+
+    restarted(tmp_path, memory, scenario, system_prompts=SystemPromptLimits(budget_bytes=1 << 40, least=500))
 
 
 # -------------------------------------------------------------------------------------------------------------- damage

@@ -60,10 +60,12 @@ class Bench:
         limits: CacheLimits = TO_DISK,
         memory: Callable[[], int | None] = available_memory,
         arena_mib: int = 768,
+        reserved_mib: int | None = None,
         fs: Filesystem | None = None,
     ) -> None:
+        """`reserved_mib`: what of the arena is touched from the start; half of it when not given."""
         self.arena = Arena(arena_mib * MIB)
-        self.arena.reserve(arena_mib // 2 * MIB)
+        self.arena.reserve((arena_mib // 2 if reserved_mib is None else reserved_mib) * MIB)
         settings = EngineSettings(
             model_path=str(find_model("demo")), slots=slots, context=context, flash_attention=flash_attention
         )
@@ -124,7 +126,9 @@ class Bench:
         """Arena spans for the first `n_tokens` of a slot, block by block."""
         found = []
         for start, end in prefix.blocks(0, n_tokens, self.engine.info.block_tokens):
-            spans = [self.arena.alloc(length) for length in block_lengths(self.engine, end - start)]
+            spans = [
+                self.arena.alloc(length) for length in block_lengths(self.engine, end - start, self.engine.info.stages)
+            ]
             assert all(span is not None for span in spans), "the benchmark's arena is too small"
             found.append(Block(start=start, end=end, spans=tuple(span for span in spans if span is not None)))
         return found

@@ -99,12 +99,12 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[ServerProcess]:
-    """`strata serve --model demo` with these flags, on a free port, until the block ends."""
+def serving(*flags: str, model: str = "demo") -> Iterator[ServerProcess]:
+    """`strata serve` with these flags, on a free port, until the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "strata.cli.main", "serve", "--model", "demo", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "strata.cli.main", "serve", "--model", model, "--port", str(port), *flags]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         server = ServerProcess(process, f"http://127.0.0.1:{port}")

@@ -78,6 +78,9 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("flash_attention", "on", "on"),
         ("kv", "q8_0", ("q8_0", "q8_0")),
         ("kv", "q8_0,f16", ("q8_0", "f16")),
+        ("layer_split", "auto", None),
+        ("layer_split", "3", (3.0,)),
+        ("layer_split", "1,0,2.5", (1.0, 0.0, 2.5)),
         ("threads", "8", 8),
         ("gpu_layers", "0", 0),
         ("turn_token", "none", "none"),
@@ -116,6 +119,7 @@ def test_values_are_parsed(name: str, text: str, value: Any) -> None:
         ("context", ["0", "31", "1.5", "AUTO"]),
         ("flash-attention", ["", "true", "ON"]),
         ("kv", ["", "f16,", "f16,f16,f16", "q3_0", "F16"]),
+        ("layer-split", ["", "0", "0,0", "-1,2", "1,,2", "1,", "1e3", "nan", "inf", "1 1", "one", ",".join("1" * 17)]),
         ("turn-token", ["", "-5", "<|im_start|>", "2147483648"]),
         ("host", ["", "a b", "http://x", "host/"]),
         ("model", ["", "hf:org/model/file.gguf", "a\0b"]),
@@ -591,7 +595,12 @@ def test_no_key_shows_in_what_is_shown() -> None:
 
 
 def test_what_is_shown_can_be_given_back() -> None:
-    config = load(flags(kv="q8_0,f16", turn_token="5", context="512", conversation_cache_cold_dir="/d"), {})
+    config = load(
+        flags(
+            kv="q8_0,f16", turn_token="5", context="512", conversation_cache_cold_dir="/d", layer_split="20,0,0.000001"
+        ),
+        {},
+    )
     again = {name: [text] for name, text in config.public().items() if text and name != "api-key"}
     assert load(again, {}) == config
     config = load(cache(**COLD, **WARM, mib="5", archive_mode="ids", park="auto"), {})

@@ -22,6 +22,7 @@ from strata.settings import (
     KV,
     MODEL,
     SHARE,
+    SPLIT,
     SWITCH,
     TEXT,
     TURN_TOKEN,
@@ -74,6 +75,14 @@ class Config:
     )
     threads: int | None = field(default=None, metadata=_is(whole(1, 1024, auto=True), "CPU threads of llama.cpp"))
     gpu_layers: int | None = field(default=None, metadata=_is(whole(0, 9999, auto=True), "layers kept on the GPU"))
+    layer_split: tuple[float, ...] | None = field(
+        default=None,
+        metadata=_is(
+            SPLIT,
+            "proportions of the layers that each device gets, as llama.cpp's --tensor-split; each part is a stage, "
+            "with a file of its own in every segment; auto = one stage",
+        ),
+    )
     batch_size: int = field(
         default=512, metadata=_is(whole(32, 512), "most prompt tokens read in one step; slow machines read fewer")
     )
@@ -299,6 +308,8 @@ class Setting:
             return "" if self.kind in (FILE, FOLDER) else "auto"
         if isinstance(value, bool):
             return "on" if value else "off"
+        if self.kind is SPLIT:
+            return ",".join(f"{share:.6f}".rstrip("0").rstrip(".") for share in value)
         if isinstance(value, tuple):
             return ",".join(dict.fromkeys(value))  # ("f16", "f16") is written f16
         return str(value)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.rules.stages import MOST_PARTS
+
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
@@ -86,6 +88,19 @@ def _parse_kv(text: str) -> tuple[str, str]:
     return parts[0], parts[-1]
 
 
+def _parse_split(text: str) -> tuple[float, ...] | None:
+    """Proportions; None for "auto"."""
+    if text == "auto":
+        return None
+    parts = text.split(",")
+    if len(parts) > MOST_PARTS or not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", part) for part in parts):
+        raise ValueError
+    split = tuple(map(float, parts))
+    if not sum(split):
+        raise ValueError
+    return split
+
+
 def _parse_turn_token(text: str) -> str:
     return text if text in ("auto", "none") else str(whole(0, 2**31 - 1).parse(text))
 
@@ -114,6 +129,11 @@ MODEL = Kind(
     parse=_parse_model,
 )
 KV = Kind(metavar="TYPE[,TYPE]", expects="one type, or two as K,V, out of " + ", ".join(KV_TYPES), parse=_parse_kv)
+SPLIT = Kind(
+    metavar="A,B,..|auto",
+    expects=f'at most {MOST_PARTS} numbers from 0, not all of them 0, as A,B,.., or "auto"',
+    parse=_parse_split,
+)
 TURN_TOKEN = Kind(metavar="ID|auto|none", expects='"auto", "none" or a token id', parse=_parse_turn_token)
 HOST = Kind(metavar="HOST", expects="a host name or an IP address", parse=_matching(r"[A-Za-z0-9._:%-]+"))
 TEXT = Kind(metavar="TEXT", expects="at most 200 printable ASCII characters", parse=_matching(r"[\x20-\x7e]{0,200}"))

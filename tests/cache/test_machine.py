@@ -33,10 +33,10 @@ from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
 from strata.cache.room import own_bytes
 from strata.cache.status import over_budget
-from strata.engine.fake import BASE_BYTES, CHECKPOINT_HEAD_BYTES, OPENER
+from strata.engine.fake import CHECKPOINT_HEAD_BYTES
+from strata.engine.fake_model import BASE_BYTES, OPENER
 from strata.rules import prefix
 from strata.rules.checkpoints import CheckpointLimits
-from strata.store.names import checkpoint_path, segment_path
 from strata.types import MIB, Key, Tokens
 
 SLOTS = 3
@@ -375,7 +375,7 @@ class Machine(RuleBasedStateMachine):
         path.write_bytes(data)
         keys = {key for disk in self.cache.disks for c in disk.index.conversations() for key in c.objects}
         for key in keys:
-            if path.name in (Path(segment_path(key, 0)).name, Path(checkpoint_path(key)).name):
+            if path.name.startswith(key.hex()):
                 self._note_damage(key)
 
     def _note_damage(self, key: Key) -> None:
@@ -388,9 +388,10 @@ class Machine(RuleBasedStateMachine):
         self.run(self._quiet())
         self._check()
 
-    @rule(flush=st.booleans())
-    def a_restart(self, flush: bool) -> None:
-        """With `flush` the server stopped; else the process was killed."""
+    @rule(flush=st.booleans(), stages=st.sampled_from((1, 1, 2, 3)))
+    def a_restart(self, flush: bool, stages: int) -> None:
+        """With `flush` the server stopped; else the process was killed. The next one splits the layers so."""
+        self.options["stages"] = stages
         self.run(self._restart(flush))
 
     # ----------------------------------------------------------------------------------------------------- what they do

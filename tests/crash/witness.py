@@ -145,7 +145,7 @@ async def stored_digests(restoring: Restoring, planned: Planned) -> list[list[by
     if planned.disk is None:
         assert restoring._ram is not None
         return [list(row) for row in await restoring._ram.digests(planned.held.key)]
-    stages = range(len(restoring._engine.info.stages))
+    stages = range(len(planned.held.stages))
     headers = [await asyncio.wrap_future(planned.disk.reader.header(planned.held.key, stage)) for stage in stages]
     return [list(row) for row in zip(*([b.digest for b in h.blocks] for h in headers), strict=True)]  # type: ignore[union-attr]
 
@@ -154,7 +154,7 @@ async def engine_digests(restoring: Restoring, held: HeldSegment) -> list[list[b
     engine, pool = restoring._engine, restoring._blocks
     found = []
     for start, end in prefix.blocks(held.segment.start, held.segment.end, engine.info.block_tokens):
-        spans = await pool.take(block_lengths(engine, end - start))
+        spans = await pool.take(block_lengths(engine, end - start, engine.info.stages))
         assert spans is not None, "no memory to look at what was restored"
         done = await engine.capture(restoring._slot, start, end, spans)
         assert done.ok, done.reason

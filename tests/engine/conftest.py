@@ -42,7 +42,7 @@ def models(smollm2_path: Path, tiny_paths: dict[str, Path]) -> Callable[[str], M
 
     def load(name: str) -> Model:
         if name not in loaded:
-            loaded[name] = Model(paths[name], gpu_layers=None, progress=lambda done: None)
+            loaded[name] = Model(paths[name], gpu_layers=None, layer_split=(), progress=lambda done: None)
         return loaded[name]
 
     return load

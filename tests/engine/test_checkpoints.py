@@ -148,19 +148,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "q8_0": {"kv_k": "q8_0", "kv_v": "q8_0"},
     "q4_0 K and V": {"kv_k": "q4_0", "kv_v": "q4_0"},
     "q8_0 K without flash attention": {"kv_k": "q8_0", "flash_attention": "off"},
-    "three stages": {"stages": True},
-    "three stages without flash attention": {"stages": True, "flash_attention": "off"},
+    "three stages": {"layer_split": (1, 1, 1)},
+    "three stages without flash attention": {"layer_split": (1, 1, 1), "flash_attention": "off"},
     "a pruned window": {"swa_full": False},
     "a pruned window without flash attention": {"swa_full": False, "flash_attention": "off"},
 }
-LAYERS = {"gemma3": (2, 3, 2), "qwen35": (3, 3, 2), "lfm2": (2, 2, 2), "lfm2_window": (2, 2, 2), "mamba": (1, 1, 2)}
-
-
-def options_of(name: str, variant: str) -> dict[str, object]:
-    options = dict(VARIANTS[variant])
-    if options.get("stages"):
-        options["stages"] = LAYERS[name]
-    return options
 
 
 def lengths(name: str) -> list[int]:
@@ -172,7 +164,7 @@ def lengths(name: str) -> list[int]:
 @every_kind
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bytes_are_equal_in_a_new_engine(name: str, variant: str, bench: MakeBench) -> None:
-    options = options_of(name, variant)
+    options = VARIANTS[variant]
     first, second = bench(name, **options), bench(name, **options)
     for n in lengths(name):
         first.slots.clear(0)
@@ -189,7 +181,7 @@ def test_bytes_are_equal_in_a_new_engine(name: str, variant: str, bench: MakeBen
 @every_kind
 @pytest.mark.parametrize("variant", ["flash attention", "none", "three stages"])
 def test_tokens_equal_those_of_a_twin_that_was_never_parked(name: str, variant: str, bench: MakeBench) -> None:
-    options = options_of(name, variant)
+    options = VARIANTS[variant]
     for n in lengths(name)[2:]:
         first, second = bench(name, **options), bench(name, **options)
         first.feed(0, n)

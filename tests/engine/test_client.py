@@ -250,7 +250,10 @@ def test_a_model_llama_cpp_refuses_says_why(
         ({"kv_k": "q3_x"}, "--kv", "one of f32, f16"),
         ({"flash_attention": "maybe"}, "--flash-attention", "auto, on or off"),
         ({"flash_attention": "off", "kv_v": "q8_0"}, "--flash-attention", "needs flash attention"),
-        ({"stages": (2, 2)}, "--layer-split", "5 layers"),
+        ({"layer_split": (1,) * 6}, "--layer-split", "6 parts, more than the model's 5 layers"),
+        ({"layer_split": (1,) * 17}, "--layer-split", "at most 16 numbers"),
+        ({"layer_split": (0, 0)}, "--layer-split", "not all of them 0"),
+        ({"layer_split": (1, -1)}, "--layer-split", "numbers from 0"),
         ({"turn_token": "huh"}, "--turn-token", "token id below 2048"),
         ({"turn_token": "2048"}, "--turn-token", "token id below 2048"),
     ],
@@ -271,8 +274,8 @@ def test_settings_that_cannot_be_served(
     [
         {"flash_attention": "off"},
         {"kv_k": "q8_0", "kv_v": "q8_0"},
-        {"stages": (10, 20)},
-        {"stages": (7, 11, 12), "flash_attention": "off", "kv_k": "q8_0"},
+        {"layer_split": (1, 2)},
+        {"layer_split": (1, 1, 2), "flash_attention": "off", "kv_k": "q8_0"},
     ],
     ids=lambda change: ",".join(f"{k}={v}" for k, v in change.items()),
 )
@@ -283,7 +286,7 @@ def test_bytes_survive_the_process_in_every_configuration(
     rig.start()
     try:
         assert rig.info.mode == "segments", rig.info.mode_reason
-        assert len(rig.info.stages) == len(change.get("stages", (30,)))
+        assert len(rig.info.stages) == len(change.get("layer_split", (1,)))
         tokens = (np.arange(150) * 37 % 40000).astype(np.int32)
         rig.generate(tokens, max_tokens=0)
         blocks = [rig.capture(0, 0, 100), rig.capture(0, 100, 150)]

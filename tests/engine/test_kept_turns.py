@@ -125,20 +125,24 @@ async def twin(wanted: EngineSettings, stops: list[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "split"),
     [
-        ("qwen35", {}),
-        ("qwen35", {"stages": (4, 4)}),
-        ("lfm2", {}),
-        ("lfm2_window", {}),
-        ("mamba", {}),
-        ("gemma3", {}),
-        ("gemma3", {"swa_full": False}),
+        ("qwen35", {}, ()),
+        ("qwen35", {"layer_split": (1, 1, 1, 1)}, (1, 1)),  # in stages 0 and 2 no layer attends
+        ("qwen35", {"layer_split": (1, 1)}, ()),
+        ("qwen35", {}, (1, 1, 1, 1)),
+        ("lfm2", {}, ()),
+        ("lfm2", {"layer_split": (1, 1, 2)}, (1, 1)),
+        ("lfm2_window", {}, (1, 1)),
+        ("mamba", {"layer_split": (1, 1, 2)}, ()),
+        ("gemma3", {}, (1, 1)),
+        ("gemma3", {"swa_full": False, "layer_split": (1, 1, 2)}, (1, 1)),
     ],
 )
 def test_the_next_turn_is_right_in_a_new_process(
-    name: str, options: dict[str, object], tiny_paths: dict[str, Path], tmp_path: Path
+    name: str, options: dict[str, object], split: tuple[int, ...], tiny_paths: dict[str, Path], tmp_path: Path
 ) -> None:
+    """`split`: of the layers, in the new process."""
     wanted = settings(tiny_paths[name], **options)
 
     async def body() -> None:
@@ -150,7 +154,7 @@ def test_the_next_turn_is_right_in_a_new_process(
             frontier = prefix.frontier(await prompt(before.engine, FIRST), before.engine.info.openers)
             stops = [at for at, _ in stored.checkpoints if at <= (frontier or 0)]
             assert len(stops) >= 3 and stops[-1] == frontier
-        async with shop(wanted, tmp_path) as after:
+        async with shop(msgspec.structs.replace(wanted, layer_split=split), tmp_path) as after:
             text, second = await turn(after, SECOND)
             assert second.cache.source == "cold"
             assert second.cached_tokens == frontier

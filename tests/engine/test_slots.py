@@ -306,9 +306,9 @@ def test_stages_follow_the_layers_a_cache_holds(make_context: MakeContext) -> No
         v_element_bytes=(),
         cells=Bench(make_context("qwen2vl")).format.cells,
     )
-    shapes = fmt.stage_shapes([(0, 1), (1, 4), (4, 6)])
-    assert [(shape.base_bytes, shape.token_bytes) for shape in shapes] == [(0, 12), (48, 33 + 12), (24, 33 + 12)]
-    assert fmt.sections(shapes[1], 2) == (slice(0, 24 + 60), slice(36 + 120, 36 + 120 + 24 + 6))
+    shapes = fmt.stage_shapes([(0, 1), (1, 4), (4, 6)])  # of which the first holds no rows
+    assert [(shape.layer_first, shape.base_bytes, shape.token_bytes) for shape in shapes] == [(1, 48, 45), (4, 24, 45)]
+    assert fmt.sections(shapes[0], 2) == (slice(0, 24 + 60), slice(36 + 120, 36 + 120 + 24 + 6))
 
 
 def test_memory_without_attention_rows_has_no_ranges(make_context: MakeContext) -> None:

@@ -67,7 +67,7 @@ def test_the_self_test_leaves_nothing_behind(served: Serve) -> None:
 
 def test_the_identity_does_not_depend_on_slots_threads_context_or_stages(served: Serve) -> None:
     plain = served("qwen2vl").info.fingerprint
-    for options in ({"slots": 4}, {"threads": 2}, {"context": 1024}, {"stages": (2, 3)}, {"read_chunk": 64}):
+    for options in ({"slots": 4}, {"threads": 2}, {"context": 1024}, {"layer_split": (2, 3)}, {"read_chunk": 64}):
         assert served("qwen2vl", **options).info.fingerprint == plain
     assert served("qwen2vl", flash_attention="off").info.fingerprint != plain  # V is stored the other way
 

@@ -29,10 +29,13 @@ GREEDY = Sampling(temperature=0)
 
 
 @asynccontextmanager
-async def workshop(root: Path, *, ladder: bool = False) -> AsyncIterator[tuple[Workshop, Arena]]:
+async def workshop(
+    root: Path, *, ladder: bool = False, layer_split: tuple[float, ...] = ()
+) -> AsyncIterator[tuple[Workshop, Arena]]:
     """A new engine process with three slots, on the directory `root`."""
     level, arena = Level.open(root), Arena(256 * MIB)
-    settings = EngineSettings(model_path=str(find_model("demo")), slots=3, context=1024, flash_attention="on")
+    model = str(find_model("demo"))
+    settings = EngineSettings(model_path=model, slots=3, context=1024, flash_attention="on", layer_split=layer_split)
     engine = EngineClient(settings, arena)
     info = await engine.start()
     cache = ConversationCache(
@@ -71,7 +74,9 @@ async def state(shop: Workshop, arena: Arena, slot: int, tokens: Tokens) -> byte
     """Everything a slot holds, in canonical form, without the padding."""
     info, found = shop.engine.info, b""
     for start, end in prefix.blocks(0, len(tokens), info.block_tokens):
-        spans = tuple(span for n in block_lengths(shop.engine, end - start) if (span := arena.alloc(n)) is not None)
+        spans = tuple(
+            span for n in block_lengths(shop.engine, end - start, info.stages) if (span := arena.alloc(n)) is not None
+        )
         assert (await shop.engine.capture(slot, start, end, spans)).ok
         for span, stage in zip(spans, info.stages, strict=True):
             found += arena.view(span)[info.head_room :][: stage.payload_bytes(end - start)].tobytes()

@@ -330,7 +330,7 @@ def test_a_segment_written_anew_is_not_blamed_for_the_one_before(cold: Path) -> 
             await until(lambda: disk.waiting["read"] > 0)
             n_bytes = index.bytes_of(held.key)
             index.remove_segments([held.key])
-            index.add_segment(held.segment, held.tokens, n_bytes)
+            index.add_segment(held.segment, held.tokens, n_bytes, held.stages)
         answer = await reading
         assert answer is not None and answer.completed.cached_tokens == LIVE
         assert failed(bench) == {"whole": 1}

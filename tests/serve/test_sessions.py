@@ -20,6 +20,7 @@ from tests.serve.workbench import LIMIT_S, Answer, Workbench, ask, later, play, 
 
 from strata.cache.admission import Floors
 from strata.cache.sessions import SessionMover
+from strata.engine.fake_model import LAYERS
 from strata.errors import (
     BadRequest,
     Busy,
@@ -349,6 +350,7 @@ def test_a_model_whose_memory_cannot_be_moved_says_so(tmp_path: Path) -> None:
         ({"context": 500}, "tokens"),
         ({"context": 900}, "tokens"),
         ({"block_tokens": 100}, "stages"),
+        ({"row_layers": tuple(range(LAYERS + 1))}, "stages"),
     ],
 )
 def test_a_session_of_another_server_is_refused_before_the_engine_hears_of_it(

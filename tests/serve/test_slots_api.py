@@ -21,6 +21,7 @@ from tests.serve.test_sessions import rewrite_payload
 from strata.cache.admission import Floors
 from strata.cache.sessions import SESSION_ARENA_BYTES, SessionMover, SessionState
 from strata.engine.fake import FakeEngine
+from strata.engine.fake_model import LAYERS
 from strata.engine.protocol import Done
 from strata.errors import SessionRefused
 from strata.rules import prefix
@@ -28,7 +29,7 @@ from strata.serve.sessions import Sessions
 from strata.store.arena import Arena
 from strata.store.session import SessionFolder
 from strata.store.spans import LARGE_PAGE
-from strata.types import MIB, SEGMENT_TOKENS, Span, StageShape, Tokens
+from strata.types import MIB, SEGMENT_TOKENS, Span, StageShape
 
 NAME = "talk.bin"
 LONG = " ".join(f"Drawer {i} of the cabinet holds {i * 7 % 97} brass keys." for i in range(45))
@@ -251,7 +252,7 @@ class BigEngine(FakeEngine):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena, slots=2, context=8192)
-        shape = StageShape(layer_first=0, layer_end=1, base_bytes=0, token_bytes=60_000)
+        shape = StageShape(layer_first=0, layer_end=LAYERS, base_bytes=0, token_bytes=60_000)
         self.info = msgspec.structs.replace(self.info, stages=(shape,))
         self.held = [0, 0]
         self.most_used = 0
@@ -265,8 +266,8 @@ class BigEngine(FakeEngine):
         self._payload(spans[0], end - start)[:] = start // SEGMENT_TOKENS % 251
         return Done(job=0, ok=True, held=self.held[slot])
 
-    async def apply(
-        self, slot: int, *, start: int, end: int, from_: int, upto: int, spans: tuple[Span, ...], tokens: Tokens
+    async def apply(  # type: ignore[override]
+        self, slot: int, *, start: int, end: int, upto: int, spans: tuple[Span, ...], **_: object
     ) -> Done:
         ok = bool((self._payload(spans[0], end - start) == start // SEGMENT_TOKENS % 251).all())
         self.held[slot] = upto

@@ -17,7 +17,7 @@ from tests.serve.test_turn_fuzz import NAMESPACES, Client, Trouble, lead
 from tests.serve.workbench import BLOCK, Workbench, default_limits, play
 
 from strata.cache.system_prompts import SystemPromptLimits
-from strata.engine.fake import OPENER
+from strata.engine.fake_model import OPENER
 from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.prefix import root_key
 from strata.rules.system_prompts import variant_root

@@ -22,7 +22,7 @@ from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.put import DiskLimits
 from strata.cache.status import over_budget
-from strata.engine.fake import BASE_BYTES
+from strata.engine.fake_model import BASE_BYTES
 from strata.serve.request import TurnRequest
 from strata.types import Key
 

@@ -19,11 +19,12 @@ import numpy as np
 from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.disk import DiskLevel
-from strata.cache.entries import Conversation
+from strata.cache.entries import Conversation, HeldSegment
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLevel, RamLimits
 from strata.cache.system_prompts import LEVEL_NAME, SystemPromptLimits
-from strata.engine.fake import BASE_BYTES, CHECKPOINT_HEAD_BYTES, FakeEngine, FakeRun, next_state
+from strata.engine.fake import CHECKPOINT_HEAD_BYTES, FakeEngine, FakeRun
+from strata.engine.fake_model import BASE_BYTES, next_state
 from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
 from strata.rules import prefix
@@ -110,14 +111,9 @@ class HookedEngine(FakeEngine):
         work = super().capture
         return await self._job("capture", lambda: work(slot, start, end, spans))
 
-    async def apply(
-        self, slot: int, *, start: int, end: int, from_: int, upto: int, spans: tuple[Span, ...], tokens: Tokens
-    ) -> Done:
+    async def apply(self, slot: int, **block: Any) -> Done:
         work = super().apply
-        return await self._job(
-            "apply",
-            lambda: work(slot, start=start, end=end, from_=from_, upto=upto, spans=spans, tokens=tokens),
-        )
+        return await self._job("apply", lambda: work(slot, **block))
 
     def run(self, command: Run) -> HookedRun:
         self.step("run")
@@ -417,8 +413,8 @@ class Workbench:
         assert len(everything.serials) == len(index.conversations()), "something is still leased"
         for conversation in index.conversations():
             for segment in segments_of(conversation):
-                if index.holds(segment.key):
-                    self._check_segment(level, conversation, segment)
+                if (held := index.held(segment.key)) is not None:
+                    self._check_segment(level, conversation, held)
         scan = level.scan(self.engine.info.fingerprint)
         readable = {stale.serial for stale in scan.stale if stale.manifest is not None}
         on_disk = {stored.manifest.serial for stored in scan.manifests} | {foreign.serial for foreign in scan.foreign}
@@ -427,16 +423,18 @@ class Workbench:
         unknown = [key for key in scan.orphans if not index.bytes_of(key)]
         assert not unknown, f"{len(unknown)} segments on disk that nobody would ever delete"
 
-    def _check_segment(self, level: Level, conversation: Conversation, segment: Segment) -> None:
-        """The files of a segment hold exactly the states of its tokens."""
+    def _check_segment(self, level: Level, conversation: Conversation, held: HeldSegment) -> None:
+        """The files of a segment, one per stage, hold exactly the states of its tokens."""
+        segment = held.segment
         states = states_of(conversation.tokens[: segment.end])[segment.start :]
-        for stage in range(len(self.engine.info.stages)):
+        assert level.stages_of(segment.key) == list(range(len(held.stages)))
+        for stage in range(len(held.stages)):
             header = level.read_header(segment.key, stage)
             for i, block in enumerate(header.blocks):
                 view = aligned_buffer(pad_to_page(block.length))
                 level.read_block(header, i, view)
-                held = states[block.start - segment.start : block.end - segment.start]
-                assert bytes(view[: block.length]) == bytes([stage]) * BASE_BYTES + b"".join(held), f"{segment!r}"
+                rows = b"".join(states[block.start - segment.start : block.end - segment.start])
+                assert bytes(view[: block.length]) == bytes([stage]) * BASE_BYTES + rows, f"{segment!r}"
 
     def close(self) -> None:
         for task in self.shop.parks:

@@ -219,7 +219,7 @@ def assert_refused_without_allocating(encoded: bytes) -> None:
 
 
 def test_a_newer_version_is_told_from_damage() -> None:
-    encoded = HEAD.pack(b"strata-m", 3, 3, bytes(16)) + b"xyz"
+    encoded = HEAD.pack(b"strata-m", 4, 3, bytes(16)) + b"xyz"
     with pytest.raises(DamagedFile, match="newer than this Strata") as refused:
         decode_manifest(encoded)
     assert refused.value.field == "version"

@@ -19,7 +19,7 @@ from strata.cache.ram import Blocks
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone, EngineRefused
 from strata.rules import prefix
-from strata.types import Segment, Span, pad_to_page
+from strata.types import Segment, Span, StageShape, pad_to_page
 
 AHEAD = 4
 """Segments whose captures are sent before the first of them is answered."""
@@ -151,16 +151,15 @@ class RamSource:
         raise AssertionError("memory for RAM is there or not; nothing is waited for")
 
 
-def block_lengths(engine: Engine, n_tokens: int) -> tuple[int, ...]:
+def block_lengths(engine: Engine, n_tokens: int, stages: Sequence[StageShape]) -> tuple[int, ...]:
     """Arena bytes for a block of `n_tokens`, one per stage: head room and padded payload."""
-    info = engine.info
-    return tuple(info.head_room + pad_to_page(stage.payload_bytes(n_tokens)) for stage in info.stages)
+    return tuple(engine.info.head_room + pad_to_page(stage.payload_bytes(n_tokens)) for stage in stages)
 
 
 def segment_lengths(engine: Engine, segment: Segment) -> Lengths:
     """Arena bytes for every block of a segment."""
     ranges = prefix.blocks(segment.start, segment.end, engine.info.block_tokens)
-    return tuple(block_lengths(engine, end - start) for start, end in ranges)
+    return tuple(block_lengths(engine, end - start, engine.info.stages) for start, end in ranges)
 
 
 def payload_lengths(engine: Engine, segment: Segment) -> tuple[tuple[int, ...], ...]:

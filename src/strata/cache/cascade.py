@@ -16,6 +16,7 @@ from typing import Any
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.put import Leaving, Put
+from strata.cache.splits import as_held
 from strata.cache.story import Story
 from strata.cache.tasks import watched
 from strata.store.format import Manifest
@@ -178,6 +179,7 @@ class Cascade:
             manifest = await self._manifest(giver, serial)
             if isinstance(manifest, _Moved):
                 return manifest
+            manifest = as_held(giver.index, manifest)
             if refusal := _refusal(receiver, manifest):
                 return _Moved(arrived=False, reason=refusal)
             wanted, damage = len(manifest.keys), ""
@@ -220,7 +222,7 @@ class Cascade:
             if key not in put.missing:
                 continue
             may_link = may_link_shared or giver.index.names_alone(key)
-            for stage in range(len(put.manifest.stages)):
+            for stage in range(len(put.manifest.stages_of(i))):
                 job = receiver.writer.adopt_segment(put.ticket, giver.level, key, stage, may_link=may_link)
                 failed = await asyncio.wrap_future(job)
                 if not isinstance(failed, Failed):

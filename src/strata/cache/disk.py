@@ -21,6 +21,7 @@ from strata.cache.entries import Conversation
 from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
 from strata.cache.room import Room, first_to_go
+from strata.cache.splits import as_held, in_the_way
 from strata.cache.state import LevelIndex
 from strata.cache.vanished import forget_vanished
 from strata.store.format import Manifest
@@ -115,8 +116,7 @@ class DiskLevel:
         `Put.missing`: segments and checkpoints alike, but for what has no file. `written`: under another ticket.
         """
         sizes = manifest.objects
-        absent = (key for key, n_bytes in sizes.items() if n_bytes and key not in self._coming)
-        missing = frozenset(key for key in absent if not self.index.holds(key))
+        missing = frozenset(k for k, n in sizes.items() if n and not (k in self._coming or self.index.holds(k)))
         unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing and key not in written}
         too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
         put = Put(
@@ -132,7 +132,7 @@ class DiskLevel:
         self.index.lease(tuple(sizes))
         for key in missing:
             self._coming.begin(key, put.ticket)
-            for stage in self._unusable.pop(key, ()):
+            for stage in in_the_way(self.level, self.index, manifest, key, self._unusable.pop(key, None)):
                 self.writer.quarantine(key, stage)
         self.make_room(0 if too_large else put.unwritten_bytes)
         self._puts.add(put)
@@ -178,7 +178,7 @@ class DiskLevel:
             return PutOutcome(durable=frozenset(), tokens=0, reason=reason)
         now = self._clock()
         changes = {"serial": self.level.next_serial(), "stamp_s": now, "created_s": put.manifest.created_s or now}
-        manifest = msgspec.structs.replace(part, **changes)
+        manifest = msgspec.structs.replace(as_held(self.index, part, but=put.missing), **changes)
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
         self.note_disk()
         if not isinstance(committed, Committed):
@@ -205,14 +205,13 @@ class DiskLevel:
     def _record(self, manifest: Manifest, entry: Conversation, *, cut_short: bool) -> None:
         """Put what became durable into the index, and let go what it supersedes."""
         ids = manifest.token_ids
-        for segment, n_bytes in zip(manifest.segments, manifest.file_bytes, strict=True):
-            self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes)
+        for i, (segment, n_bytes) in enumerate(zip(manifest.segments, manifest.file_bytes, strict=True)):
+            self.index.add_segment(segment, ids[segment.start : segment.end], n_bytes, manifest.stages_of(i))
         for checkpoint, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
             place = manifest.place_of(checkpoint.position)
             self.index.add_checkpoint(key, checkpoint.file_bytes, n_bytes=checkpoint.n_bytes, place=place)
-        longest = manifest.n_tokens if cut_short else None
         if not self.limits.is_archive:
-            self.supersede(entry, longest=longest)
+            self.supersede(entry, longest=manifest.n_tokens if cut_short else None)
         if not self.limits.is_archive and not cut_short:
             self._compact(entry)
         self.index.add_conversation(entry)
@@ -352,6 +351,7 @@ class DiskLevel:
         """Never serve a bad segment again. `stages`: its damaged files, which are renamed, never deleted."""
         n_bytes = self.index.bytes_of(key)
         self.index.remove_segments([key])
+        self._unusable.setdefault(key, [])
         if not stages:
             self.index.note_bytes(key, n_bytes)  # the files stay, and go when their conversations go
             return

@@ -7,15 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from strata.types import Key, Segment, Tokens
+from strata.types import Key, Segment, StageShape, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSegment:
-    """A durable segment of the level. `sort_tokens`: its token ids, big endian, so that bytes sort like tokens."""
+    """A durable segment of the level. `sort_tokens`: its token ids, big endian, so that bytes sort like tokens.
+
+    `stages`: how its layers are split, here; none for a model without rows.
+    """
 
     segment: Segment
     sort_tokens: bytes
+    stages: tuple[StageShape, ...] = ()
 
     @property
     def key(self) -> Key:

@@ -46,16 +46,17 @@ def load(index: LevelIndex, scan: Scan, identity: bytes, *, name: str, is_archiv
 
 
 def _load_manifest(index: LevelIndex, scan: Scan, manifest: Manifest, allocated_bytes: int) -> dict[Key, list[int]]:
-    ids, n_stages = manifest.token_ids, len(manifest.stages)
+    ids = manifest.token_ids
     unusable: dict[Key, list[int]] = {}
-    for segment, expected in zip(manifest.segments, manifest.file_bytes, strict=True):
-        files = scan.segments.get(segment.key) if n_stages else NO_FILES
+    for segment in manifest.segments:
+        files = scan.segments.get(segment.key) if manifest.stages else NO_FILES
         if files is None:
             continue
-        if len(files.sizes) != n_stages or sum(size for _, size in files.sizes) != expected:
+        stages = scan.splits.get(segment.key) if manifest.stages else ()
+        if stages is None:
             unusable[segment.key] = [stage for stage, _ in files.sizes]
             continue
-        index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes)
+        index.add_segment(segment, ids[segment.start : segment.end], files.allocated_bytes, stages)
     for entry, key in zip(manifest.checkpoints, manifest.checkpoint_keys, strict=True):
         file = scan.checkpoints.get(key)
         if file is not None and file.size == entry.file_bytes:

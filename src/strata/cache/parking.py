@@ -237,7 +237,8 @@ class Parking:
         assert ram is not None, "placed in RAM without a RAM level"
         self._promise(-min(self._promised_bytes, sum(span.length for spans in blocks for span in spans)))
         ids = self.job.tokens[segment.start : segment.end]
-        ram.add_segment(segment, ids, blocks, payload_lengths(self._desk.engine, segment))
+        engine = self._desk.engine
+        ram.add_segment(segment, ids, blocks, payload_lengths(engine, segment), engine.info.stages)
 
     # ------------------------------------------------------------------------------------------------------------ disk
 

@@ -21,7 +21,7 @@ from strata.cache.entries import Conversation
 from strata.cache.state import LevelIndex
 from strata.rules.eviction import Eviction
 from strata.store.hashing import Hasher
-from strata.types import BLOCK_BYTES, Key, Segment, Span, Tokens
+from strata.types import BLOCK_BYTES, Key, Segment, Span, StageShape, Tokens
 
 Blocks = tuple[tuple[Span, ...], ...]
 """The blocks of a segment or checkpoint in the arena: [block][stage]."""
@@ -177,14 +177,19 @@ class RamLevel:
         self._promised += conversations
 
     def add_segment(
-        self, segment: Segment, tokens: Tokens, blocks: Blocks, payload_bytes: Sequence[Sequence[int]]
+        self,
+        segment: Segment,
+        tokens: Tokens,
+        blocks: Blocks,
+        payload_bytes: Sequence[Sequence[int]],
+        stages: tuple[StageShape, ...],
     ) -> None:
         """Keep a captured segment, which the caller leases after this. `payload_bytes`: by [block][stage]."""
         if self.index.holds(segment.key):
             for spans in blocks:
                 self._pool.give_back(spans)
             return
-        self.index.add_segment(segment, tokens, self._hold(segment.key, blocks, payload_bytes))
+        self.index.add_segment(segment, tokens, self._hold(segment.key, blocks, payload_bytes), stages)
 
     def add_checkpoint(self, key: Key, place: tuple[Key, int], n_bytes: int, spans: Sequence[Span]) -> None:
         """Keep a captured checkpoint of `n_bytes`, a span per block, which the caller leases after this.

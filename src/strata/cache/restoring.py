@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,10 +23,13 @@ from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, Missing, NotRead
-from strata.types import BLOCK_BYTES, MIB, Key, Span, Tokens, pad_to_page
+from strata.types import BLOCK_BYTES, MIB, Key, Span, StageShape, Tokens, pad_to_page
 
-READ_AHEAD_BYTES = 64 * MIB
-"""Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen."""
+READ_AHEAD_BYTES = 32 * MIB
+"""Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen.
+
+More would not be faster, and what is read in one go at the start takes cores from whoever is writing then.
+"""
 
 
 class Fault(Enum):
@@ -78,20 +81,33 @@ class Applied:
     bad: BadSegment | None = None
 
 
+_Headers = asyncio.Task["tuple[SegmentHeader, ...] | BadSegment"]
+"""The header of each stage's file, once they are verified; none when the segment is in RAM."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One block of the plan: its token range and ids, and the header of each stage's file; none when it is in RAM."""
+    """One block of the plan: its token range and ids, and what will be the headers of its segment's files."""
 
     planned: Planned
     tokens: Tokens
     start: int
     end: int
     index: int
-    headers: tuple[SegmentHeader, ...]
+    headers: _Headers
 
     @property
     def key(self) -> Key:
         return self.planned.held.key
+
+    @property
+    def stages(self) -> tuple[StageShape, ...]:
+        return self.planned.held.stages
+
+    @property
+    def payload_bytes(self) -> list[int]:
+        """By stage."""
+        return [stage.payload_bytes(self.end - self.start) for stage in self.stages]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,42 +136,31 @@ class Restoring:
 
     async def run(self, plan: Sequence[Planned], keep: int, upto: int) -> Applied:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
-        blocks, bad = await self._verify_headers([planned for planned in plan if planned.held.segment.end > keep])
-        held, worse = await self._apply_all(blocks, keep, upto)
-        return Applied(held=held, bytes_by_level=dict(self._applied_bytes), bad=worse or bad)
+        path = [planned for planned in plan if planned.held.segment.end > keep]
+        headers = [asyncio.create_task(self._headers_of(planned)) for planned in path]
+        try:
+            blocks = [block for planned, row in zip(path, headers, strict=True) for block in self._cut(planned, row)]
+            held, bad = await self._apply_all(blocks, keep, upto)
+        finally:
+            await asyncio.gather(*headers, return_exceptions=True)
+        return Applied(held=held, bytes_by_level=dict(self._applied_bytes), bad=bad)
 
     # ------------------------------------------------------------------------------------------------------ headers
 
-    async def _verify_headers(self, path: Sequence[Planned]) -> tuple[list[_Block], BadSegment | None]:
-        """The blocks to apply: those before the first segment with a bad header, and that segment."""
-        info = self._engine.info
-        rows = await asyncio.gather(*(self._headers_of(planned) for planned in path))
-        plan: list[_Block] = []
-        for planned, row in zip(path, rows, strict=True):
-            if isinstance(row, BadSegment):
-                return plan, row
-            segment = planned.held.segment
-            ranges = prefix.blocks(segment.start, segment.end, info.block_tokens)
-            ids = planned.held.tokens
-            plan += [
-                _Block(
-                    planned=planned,
-                    tokens=ids[a - segment.start : b - segment.start],
-                    start=a,
-                    end=b,
-                    index=i,
-                    headers=row,
-                )
-                for i, (a, b) in enumerate(ranges)
-            ]
-        return plan, None
+    def _cut(self, planned: Planned, headers: _Headers) -> Iterator[_Block]:
+        """The blocks of a segment."""
+        segment, ids = planned.held.segment, planned.held.tokens
+        ranges = prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens)
+        for i, (start, end) in enumerate(ranges):
+            tokens = ids[start - segment.start : end - segment.start]
+            yield _Block(planned=planned, tokens=tokens, start=start, end=end, index=i, headers=headers)
 
     async def _headers_of(self, planned: Planned) -> tuple[SegmentHeader, ...] | BadSegment:
         """The headers of all stages. A stage that is damaged or missing makes the whole segment damaged."""
         disk, held = planned.disk, planned.held
         if disk is None:
             return ()
-        shapes = self._engine.info.stages
+        shapes = held.stages
         outcomes = await asyncio.gather(
             *(asyncio.wrap_future(disk.reader.header(held.key, stage)) for stage in range(len(shapes)))
         )
@@ -182,12 +187,14 @@ class Restoring:
     async def _apply_all(self, plan: list[_Block], keep: int, upto: int) -> tuple[int, BadSegment | None]:
         """Positions held, and what ended it early.
 
-        Applies are sent in order without waiting for the one before: the engine takes several between two steps.
+        Blocks are read as soon as their own headers are verified, and applied from when those of the whole plan were
+        looked at. Applies are sent in order without waiting for the one before: the engine takes several between steps.
         """
         waiting = deque(block for block in plan if block.end > keep and block.start < upto)
         loads: _Loads = deque()
         applies: deque[tuple[_Block, asyncio.Task[BadSegment | None]]] = deque()
         sent = held = keep
+        is_verified = False
         bad: BadSegment | None = None
         try:
             while waiting or loads or applies:
@@ -204,6 +211,9 @@ class Restoring:
                     held = min(block.end, upto)
                     self._count(block)
                 elif loads[0][1].done():
+                    if not is_verified:
+                        await asyncio.wait({block.headers for block in plan})
+                        is_verified = True
                     block, load = loads.popleft()
                     ready = load.result()
                     if isinstance(ready, BadSegment):
@@ -219,11 +229,8 @@ class Restoring:
             await self._drain(loads)
             await asyncio.gather(*(task for _, task in applies), return_exceptions=True)
 
-    def _payload_bytes(self, block: _Block) -> list[int]:
-        return [stage.payload_bytes(block.end - block.start) for stage in self._engine.info.stages]
-
     def _count(self, block: _Block) -> None:
-        self._applied_bytes[block.planned.level] += sum(self._payload_bytes(block))
+        self._applied_bytes[block.planned.level] += sum(block.payload_bytes)
 
     async def _load(self, block: _Block) -> _Ready | BadSegment:
         """One verified block, all stages, in the arena."""
@@ -232,19 +239,22 @@ class Restoring:
         assert self._ram is not None, "a block was planned from RAM"
         # Another restore may have set it aside, or found another copy for it, meanwhile.
         is_there = self._ram.index.held(block.key) is block.planned.held
-        if is_there and await self._ram.is_intact(block.key, block.index, self._payload_bytes(block)):
+        if is_there and await self._ram.is_intact(block.key, block.index, block.payload_bytes):
             return _Ready(spans=self._ram.blocks(block.key)[block.index], ours=False)
         return BadSegment(planned=block.planned, fault=Fault.DAMAGED, reason="its copy in RAM has changed")
 
     async def _read(self, block: _Block, disk: DiskLevel) -> _Ready | BadSegment:
-        spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start))
+        headers = await asyncio.shield(block.headers)
+        if isinstance(headers, BadSegment):
+            return headers
+        spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start, block.stages))
         if spans is None:
             reason = "there is no memory to read it into"
             return BadSegment(planned=block.planned, fault=Fault.NO_MEMORY, reason=reason)
         try:
             reads = [
                 asyncio.wrap_future(disk.reader.block(header, block.index, self._blocks.place(span)))
-                for header, span in zip(block.headers, spans, strict=True)
+                for header, span in zip(headers, spans, strict=True)
             ]
             outcomes = await asyncio.shield(asyncio.gather(*reads))
         except asyncio.CancelledError:
@@ -266,6 +276,7 @@ class Restoring:
                 upto=upto,
                 spans=ready.spans,
                 tokens=block.tokens,
+                stages=block.stages,
             )
         finally:
             self._give_back(ready)
@@ -290,7 +301,7 @@ class Restoring:
 
 def window(engine: Engine) -> int:
     """Blocks on their way between disk and engine at once."""
-    block_bytes = sum(block_lengths(engine, engine.info.block_tokens))
+    block_bytes = sum(block_lengths(engine, engine.info.block_tokens, engine.info.stages))
     return min(16, max(2, READ_AHEAD_BYTES // max(1, block_bytes)))
 
 
@@ -299,8 +310,9 @@ def need_bytes(engine: Engine, match: Match) -> int:
 
     A checkpoint of several blocks is put together in the engine process before llama.cpp takes it.
     """
-    longest = max(held.segment.n_tokens for held in match.path)
-    rows = window(engine) * sum(block_lengths(engine, min(longest, engine.info.block_tokens)))
+    most = engine.info.block_tokens
+    blocks = (sum(block_lengths(engine, min(held.segment.n_tokens, most), held.stages)) for held in match.path)
+    rows = window(engine) * max(blocks)
     if match.checkpoint is None:
         return rows
     n_bytes = match.checkpoint.n_bytes
@@ -315,7 +327,7 @@ def planned_bytes(engine: Engine, plan: Sequence[Planned], held: int, upto: int)
         segment = planned.held.segment
         for start, end in prefix.blocks(segment.start, segment.end, info.block_tokens):
             if end > held and start < upto:
-                found[planned.level] += sum(stage.payload_bytes(end - start) for stage in info.stages)
+                found[planned.level] += sum(stage.payload_bytes(end - start) for stage in planned.held.stages)
     return dict(found)
 
 

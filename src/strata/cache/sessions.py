@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -26,9 +26,10 @@ from strata.cache.writing import manifest_of
 from strata.engine.protocol import Engine
 from strata.errors import DamagedFile, DiskRefused, EngineGone, EngineRefused, NoMemory, NotFound, SessionRefused
 from strata.rules import prefix
+from strata.rules.stages import is_split
 from strata.store.arena import Arena
 from strata.store.session import SessionFile, SessionFolder
-from strata.types import MIB, Key, Span, Tokens
+from strata.types import MIB, Key, Span, StageShape, Tokens
 
 log = logging.getLogger("strata.sessions")
 
@@ -98,14 +99,15 @@ class SessionMover:
     async def _turn(self, what: str) -> AsyncIterator[None]:
         """This session's turn, once memory admits its blocks. Raises NoMemory."""
         async with self._one_at_a_time:
-            need_bytes = BLOCKS_AT_ONCE * sum(block_lengths(self._engine, self._engine.info.block_tokens))
+            info = self._engine.info  # a file of another split needs other head room, which is little
+            need_bytes = BLOCKS_AT_ONCE * sum(block_lengths(self._engine, info.block_tokens, info.stages))
             if not self._admission.read(what, need_bytes).admitted:
                 raise _no_memory(need_bytes)
             yield
 
-    def _take(self, n_tokens: int) -> tuple[Span, ...]:
+    def _take(self, n_tokens: int, stages: Sequence[StageShape]) -> tuple[Span, ...]:
         """The spans of one block, one per stage. Raises NoMemory."""
-        lengths = block_lengths(self._engine, n_tokens)
+        lengths = block_lengths(self._engine, n_tokens, stages)
         spans = self._pool.try_take(lengths, "restore")
         if spans is None:
             raise _no_memory(sum(lengths))
@@ -175,8 +177,11 @@ class SessionMover:
                 now = "on" if info.flash_attention else "off"
                 problem += f" from another file, or its K/V lay otherwise: try --flash-attention (it is {now}) or --kv"
             _refuse("identity", problem)
-        if manifest.stages != info.stages or manifest.block_tokens > info.block_tokens:
-            _refuse("stages", "its layers are split in another way than this server's")
+        if not is_split(manifest.stages, info.row_layers):
+            _refuse("stages", "it has other layers than this model")
+        block_bytes = sum(block_lengths(self._engine, manifest.block_tokens, manifest.stages))
+        if manifest.block_tokens > info.block_tokens or block_bytes > SESSION_ARENA_BYTES // BLOCKS_AT_ONCE:
+            _refuse("stages", "it has larger blocks than this model's")
         if manifest.n_tokens > info.context:
             _refuse(
                 "tokens", f"it has {manifest.n_tokens} tokens, more than the {info.context} of this server's context"
@@ -188,7 +193,7 @@ class SessionMover:
             _refuse("checkpoint_bytes", "it has a checkpoint, which this server cannot restore")
 
     async def _check_blocks(self, file: SessionFile) -> None:
-        spans = self._take(self._engine.info.block_tokens)
+        spans = self._take(self._engine.info.block_tokens, file.plan.manifest.stages)
         view = max((self._pool.place(span) for span in spans), key=len)
         try:
             await _whole(asyncio.to_thread(self.folder.check_blocks, file, view))
@@ -244,8 +249,17 @@ class SessionMover:
 
     async def _apply_range(self, file: SessionFile, index: int, spans: tuple[Span, ...], slot: int, born: int) -> int:
         start, end = file.plan.ranges[index]
-        tokens = file.plan.manifest.token_ids[start:end]
-        done = await self._engine.apply(slot, start=start, end=end, from_=start, upto=end, spans=spans, tokens=tokens)
+        manifest = file.plan.manifest
+        done = await self._engine.apply(
+            slot,
+            start=start,
+            end=end,
+            from_=start,
+            upto=end,
+            spans=spans,
+            tokens=manifest.token_ids[start:end],
+            stages=manifest.stages,
+        )
         self._check_engine(born)
         if not done.ok or done.held != end:
             _refuse("payload", done.reason or f"slot {slot} holds {done.held} positions instead of {end}")
@@ -258,7 +272,7 @@ class SessionMover:
     async def _read(self, file: SessionFile, index: int) -> tuple[Span, ...]:
         """One verified range, all stages, in the arena."""
         start, end = file.plan.ranges[index]
-        spans = self._take(end - start)
+        spans = self._take(end - start, file.plan.manifest.stages)
         jobs = [
             asyncio.to_thread(self.folder.read_block, file, block, self._pool.place(span))
             for block, span in zip(file.plan.blocks_of(index), spans, strict=True)
@@ -318,7 +332,7 @@ class _Captures:
 
     async def _capture(self, start: int, end: int) -> tuple[tuple[int, int], tuple[Span, ...]]:
         mover = self._mover
-        spans = mover._take(end - start)
+        spans = mover._take(end - start, mover._engine.info.stages)
         try:
             if mover._engine.generation != self._born:
                 raise EngineGone("the engine was replaced during a save; what the slot held is gone", retry_after_s=1)

@@ -20,7 +20,7 @@ from strata.cache.checkpoint_index import CheckpointIndex
 from strata.cache.entries import NO_MATCH, Conversation, HeldCheckpoint, HeldSegment, Match
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
-from strata.types import SEGMENT_TOKENS, Key, Segment, Tokens
+from strata.types import SEGMENT_TOKENS, Key, Segment, StageShape, Tokens
 
 NEWEST = 1 << 62  # later than any state is parked
 
@@ -267,12 +267,12 @@ class LevelIndex:
         """Record that a segment's files take `n_bytes` on disk, whether it can be used or not."""
         self._bytes[key] = n_bytes
 
-    def add_segment(self, segment: Segment, tokens: Tokens, n_bytes: int) -> None:
+    def add_segment(self, segment: Segment, tokens: Tokens, n_bytes: int, stages: tuple[StageShape, ...] = ()) -> None:
         """Record a durable segment; `tokens` are its own ids. One that is held already keeps its place."""
         self._bytes[segment.key] = n_bytes
         if segment.key in self._segments:
             return
-        held = HeldSegment(segment=segment, sort_tokens=_sortable(tokens))
+        held = HeldSegment(segment=segment, sort_tokens=_sortable(tokens), stages=stages)
         self._segments[segment.key] = held
         insort(self._children.setdefault(segment.parent, []), (held.sort_tokens, segment.key))
         self._track_piece(segment.parent)

@@ -37,7 +37,7 @@ from strata.engine.protocol import (
     pack_tokens,
 )
 from strata.errors import EngineGone, ModelError, StrataError
-from strata.types import Span, Tokens
+from strata.types import Span, StageShape, Tokens
 
 if TYPE_CHECKING:
     from strata.store.arena import Arena
@@ -252,6 +252,7 @@ class EngineClient:
         upto: int,
         spans: tuple[Span, ...],
         tokens: Tokens,
+        stages: tuple[StageShape, ...] = (),
     ) -> Done:
         process = self._live()
         await process.has_chunks(spans)
@@ -264,6 +265,7 @@ class EngineClient:
             upto=upto,
             spans=spans,
             tokens=pack_tokens(tokens),
+            stages=stages,
         )
         return await process.call(job, job.job, Done, to_the_end=True)
 

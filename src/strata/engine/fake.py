@@ -16,12 +16,19 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 
+from strata.engine.fake_model import (
+    BASE_BYTES,
+    FIRST_BYTE,
+    STATE_BYTES,
+    fake_info,
+    next_state,
+    text_tokens,
+    turn,
+)
 from strata.engine.protocol import (
     Delta,
     Done,
-    EngineInfo,
     Finished,
     Held,
     Prepared,
@@ -33,59 +40,12 @@ from strata.engine.protocol import (
 )
 from strata.engine.text import TextStream
 from strata.errors import BadRequest, EngineGone, EngineRefused, RunError
+from strata.rules.stages import is_split
 from strata.store.arena import Arena
 from strata.types import BLOCK_BYTES, PAGE, SEGMENT_TOKENS, Span, StageShape, Tokens, pad_to_page
 
-OPENER, END, FIRST_BYTE = 1, 2, 10
-STATE_BYTES = 32
-BASE_BYTES = 24
 CHECKPOINT_HEAD_BYTES = 8 + STATE_BYTES  # position, last state; zeros behind it
 _END_ONE_IN = 64
-
-
-def next_state(state: bytes, token: int) -> bytes:
-    return blake3(state + int(token).to_bytes(4, "little", signed=True)).digest()
-
-
-def text_tokens(text: str) -> Tokens:
-    return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE).astype(np.int32)
-
-
-def fake_info(
-    *, slots: int, context: int, stages: int, fingerprint: bytes, memory: str = "segments", checkpoint_bytes: int = 0
-) -> EngineInfo:
-    if memory in ("recurrent", "opaque"):
-        stages = 0
-    shapes = (
-        StageShape(layer_first=i, layer_end=i + 1, base_bytes=BASE_BYTES, token_bytes=STATE_BYTES)
-        for i in range(stages)
-    )
-    return EngineInfo(
-        model_name="fake",
-        model_path="fake.gguf",
-        fingerprint=fingerprint,
-        slots=slots,
-        context=context,
-        context_train=context,
-        pool_cells=slots * context,
-        vocab_tokens=FIRST_BYTE + 256,
-        kv="f16",
-        flash_attention=True,
-        flash_attention_reason="set by flag",
-        threads=1,
-        mode="checkpoints" if memory == "recurrent" else memory,
-        mode_reason="fake",
-        head_room=PAGE,
-        block_tokens=SEGMENT_TOKENS if stages else 0,
-        stages=tuple(shapes),
-        openers=(OPENER,),
-        has_chat_template=True,
-        load_s=0.0,
-        cuttable=memory == "segments",
-        checkpoint_bytes=0 if memory == "segments" else checkpoint_bytes,
-        spare_checkpoints=0 if memory == "segments" else slots + 2,
-        row_layers=tuple(range(stages)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +71,6 @@ class FakeEngine:
             slots=slots,
             context=context,
             stages=stages,
-            fingerprint=b"f" * 32,
             memory=memory,
             checkpoint_bytes=checkpoint_bytes,
         )
@@ -139,10 +98,10 @@ class FakeEngine:
         if messages_json is not None:
             try:
                 messages = msgspec.json.decode(messages_json, type=list[dict[str, str]])
-                parts = [_turn(f"{m['role']}\n{m['content']}") for m in messages]
+                parts = [turn(f"{m['role']}\n{m['content']}") for m in messages]
             except (msgspec.DecodeError, msgspec.ValidationError, KeyError) as error:
                 raise BadRequest(str(error), field="messages") from error
-            parts.append(_turn("assistant\n")[:-1])
+            parts.append(turn("assistant\n")[:-1])
         return Prepared(job=0, tokens=pack_tokens(np.concatenate(parts)), render_s=0.0, tokenize_s=0.0)
 
     async def detokenize(self, tokens: Tokens) -> str:
@@ -177,7 +136,7 @@ class FakeEngine:
         return self._done(slot)
 
     async def capture(self, slot: int, start: int, end: int, spans: tuple[Span, ...]) -> Done:
-        self._check_block(start, end, spans)
+        self._check_block(start, end, spans, self.info.stages)
         if end > len(self.states[slot]):
             return self._done(slot, f"holds {len(self.states[slot])}, not {end}")
         for stage, view in enumerate(self._payloads(spans, end - start)):
@@ -186,9 +145,21 @@ class FakeEngine:
         return self._done(slot)
 
     async def apply(
-        self, slot: int, *, start: int, end: int, from_: int, upto: int, spans: tuple[Span, ...], tokens: Tokens
+        self,
+        slot: int,
+        *,
+        start: int,
+        end: int,
+        from_: int,
+        upto: int,
+        spans: tuple[Span, ...],
+        tokens: Tokens,
+        stages: tuple[StageShape, ...] = (),
     ) -> Done:
-        self._check_block(start, end, spans)
+        stages = stages or self.info.stages
+        if not is_split(stages, self.info.row_layers):
+            return self._done(slot, "not a split of its layers")
+        self._check_block(start, end, spans, stages)
         held = self.states[slot]
         if slot in self.running or len(held) != from_ or not start <= from_ < upto <= end or len(tokens) != end - start:
             return self._done(slot, f"busy, or holds {len(held)}, not {from_}")
@@ -275,16 +246,12 @@ class FakeEngine:
         size = BASE_BYTES + STATE_BYTES * n
         return [self._arena.view(span)[PAGE : PAGE + size] for span in spans]
 
-    def _check_block(self, start: int, end: int, spans: Sequence[Span]) -> None:
-        if not 0 < end - start <= SEGMENT_TOKENS or len(spans) != len(self.info.stages):
+    def _check_block(self, start: int, end: int, spans: Sequence[Span], stages: Sequence[StageShape]) -> None:
+        if not 0 < end - start <= SEGMENT_TOKENS or len(spans) != len(stages):
             raise EngineRefused(f"bad block [{start}, {end}) in {len(spans)} spans")
 
     def _done(self, slot: int, reason: str = "") -> Done:
         return Done(job=0, ok=not reason, held=len(self.states[slot]), reason=reason)
-
-
-def _turn(text: str) -> Tokens:
-    return np.concatenate([[OPENER], text_tokens(text), [END]]).astype(np.int32)
 
 
 class FakeRun:

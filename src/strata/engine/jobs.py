@@ -77,7 +77,7 @@ class Jobs:
             if isinstance(job, Capture):
                 return slots.capture(job.slot, job.start, job.end, spans)
             tokens = unpack_tokens(job.tokens)
-            return slots.apply(job.slot, job.start, job.end, job.from_, job.upto, spans, tokens)
+            return slots.apply(job.slot, job.start, job.end, job.from_, job.upto, spans, tokens, job.stages)
         return self._do_checkpoint(job)
 
     def _do_checkpoint(self, job: SlotJob) -> Refusal:

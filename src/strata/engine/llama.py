@@ -82,9 +82,11 @@ def last_errors() -> str:
 
 
 class Model:
-    """A loaded model. `progress` is called with the loaded fraction."""
+    """A loaded model. `progress` is called with the loaded fraction; `layer_split` is for its devices, if there are."""
 
-    def __init__(self, path: Path, *, gpu_layers: int | None, progress: Callable[[float], None]) -> None:
+    def __init__(
+        self, path: Path, *, gpu_layers: int | None, layer_split: Sequence[float], progress: Callable[[float], None]
+    ) -> None:
         def report(fraction: float, _data: object) -> bool:
             progress(fraction)
             return True
@@ -94,6 +96,8 @@ class Model:
         params.progress_callback = callback
         if gpu_layers is not None:
             params.n_gpu_layers = gpu_layers
+        if layer_split:
+            params.tensor_split = (ctypes.c_float * max(len(layer_split), api.llama_max_devices()))(*layer_split)
         last_errors()
         self.pointer = api.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
@@ -108,6 +112,7 @@ class Model:
         self.context_train = int(api.llama_model_n_ctx_train(self.pointer))
         self.is_recurrent = bool(api.llama_model_is_recurrent(self.pointer))
         self.is_hybrid = bool(api.llama_model_is_hybrid(self.pointer))
+        self.has_devices = bool(api.llama_supports_gpu_offload())
         self.sliding_window = int(api.llama_model_n_swa(self.pointer))
 
     def metadata(self, key: str) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from strata.engine.checkpoint_messages import ApplyCheckpoint, CaptureCheckpoint, Held, Hold, ReleaseCheckpoint
 from strata.engine.values import EngineInfo, EngineSettings, Message, Sampling, Timing
-from strata.types import Span, Tokens
+from strata.types import Span, StageShape, Tokens
 
 # All of the contract can be imported from here; these are defined elsewhere.
 __all__ = [
@@ -158,6 +158,7 @@ class Capture(Message, frozen=True):
 class Apply(Message, frozen=True):
     """Put a captured block (positions [start, end), one span per stage) into a slot. Event: Done.
 
+    `stages`: of the split that it was captured in, whichever that was; empty: EngineInfo.stages.
     Only positions [from_, upto) of it are used. The slot must hold exactly [0, from_) before and holds [0, upto) after,
     or Done.ok is False and the slot is unchanged. The head room of the spans is overwritten.
     In mode "checkpoints" the slot is not usable afterwards until ApplyCheckpoint at a position <= upto.
@@ -172,6 +173,7 @@ class Apply(Message, frozen=True):
     upto: int
     spans: tuple[Span, ...]
     tokens: bytes
+    stages: tuple[StageShape, ...] = ()
 
 
 class Shutdown(Message, frozen=True):
@@ -362,6 +364,7 @@ class Engine(Protocol):
         upto: int,
         spans: tuple[Span, ...],
         tokens: Tokens,
+        stages: tuple[StageShape, ...] = (),
     ) -> Done: ...
 
     async def hold(self, slot: int) -> Done: ...

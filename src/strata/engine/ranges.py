@@ -29,6 +29,7 @@ from strata.engine.layout import (
     State,
     Words,
 )
+from strata.rules.stages import is_split
 from strata.types import BLOCK_BYTES, SEGMENT_TOKENS, StageShape, pad_to_page
 
 _EXTRA_WORDS = 3  # x, y, token id
@@ -118,10 +119,12 @@ class RangeFormat:
     # ----------------------------------------------------------------------------------------------------------- stages
 
     def stage_shapes(self, stages: Sequence[tuple[int, int]]) -> tuple[StageShape, ...]:
-        """The payload geometry of each layer range [first, end)."""
+        """The payload geometry of each layer range [first, end) that holds rows; the others have no payload."""
         shapes = []
         for first, end in stages:
             held = self._held(first, end)
+            if held.start == held.stop:
+                continue
             k, v = self.k_row_bytes[held], self.v_row_bytes[held]
             shapes.append(
                 StageShape(
@@ -132,6 +135,11 @@ class RangeFormat:
                 )
             )
         return tuple(shapes)
+
+    def is_split(self, stages: Sequence[StageShape]) -> bool:
+        """Whether payloads of these stages, in whatever split they were captured, make up the rows of every layer."""
+        ranges = [(stage.layer_first, stage.layer_end) for stage in stages]
+        return is_split(stages, self.layers) and self.stage_shapes(ranges) == tuple(stages)
 
     def sections(self, stage: StageShape, n_cells: int) -> tuple[slice, slice]:
         """Where a stage's K and V lie in a blob's body of `n_cells`."""

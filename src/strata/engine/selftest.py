@@ -20,11 +20,11 @@ from strata.engine.layout import BadState, Bytes, CellFormat, Kind, Layout, Stat
 from strata.engine.llama import Context, Model
 from strata.engine.ranges import RangeFormat
 from strata.engine.slots import Slots
+from strata.rules.stages import LayerRange
 from strata.types import BLOCK_BYTES, PAGE, StageShape, pad_to_page
 
 _TOKENS = 24
 _OTHER_TOKENS = 3
-LayerRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,11 +143,11 @@ class Slots:
 
     def capture(self, slot: int, start: int, end: int, spans: Sequence[Bytes]) -> Refusal:
         """Write the canonical state of positions [start, end) into one span per stage."""
-        fmt, n = self._checked_block(slot, start, end, spans)
+        fmt, n = self._checked_block(slot, start, end, spans, self._stages)
         if end > self.held[slot]:
             return f"slot {slot} holds {self.held[slot]} tokens, not {end}"
         head_bytes = fmt.head_bytes(n)
-        blob = self._blob(fmt, n, spans)
+        blob = self._blob(fmt, n, spans, self._stages)
         with self._transfer():
             self._context.share(slot, self._context.transfer, start, end)
             if fmt.has_recurrent:  # an empty sequence's share of nothing replaces that of the slot's recurrent state
@@ -173,7 +173,7 @@ class Slots:
         """Put a stage's payload where it belongs (it lies there already with one stage) and zero the padding."""
         payload_bytes = stage.payload_bytes(n)
         payload = span[fmt.head_room : fmt.head_room + payload_bytes]
-        if not self._in_place(fmt):
+        if not _in_place(fmt, self._stages):
             k, v = fmt.sections(stage, n)
             k_bytes = k.stop - k.start
             payload[:k_bytes] = body[k]
@@ -183,10 +183,24 @@ class Slots:
         span[fmt.head_room + payload_bytes : fmt.head_room + pad_to_page(payload_bytes)] = 0
 
     def apply(
-        self, slot: int, start: int, end: int, from_: int, upto: int, spans: Sequence[Bytes], tokens: Tokens
+        self,
+        slot: int,
+        start: int,
+        end: int,
+        from_: int,
+        upto: int,
+        spans: Sequence[Bytes],
+        tokens: Tokens,
+        stages: Sequence[StageShape] = (),
     ) -> Refusal:
-        """Use positions [from_, upto) of a captured block [start, end): the slot then holds [0, upto)."""
-        fmt, n = self._checked_block(slot, start, end, spans)
+        """Use positions [from_, upto) of a captured block [start, end): the slot then holds [0, upto).
+
+        `stages`: of the split that the block was captured in; empty: of this one.
+        """
+        stages = stages or self._stages
+        if self._format is not None and not self._format.is_split(stages):
+            return f"the stages of [{start}, {end}) are not a split of this model's layers"
+        fmt, n = self._checked_block(slot, start, end, spans, stages)
         if not start <= from_ < upto <= end:
             raise ValueError(f"[{from_}, {upto}) does not lie in the block [{start}, {end})")
         if len(tokens) != n:
@@ -195,15 +209,15 @@ class Slots:
             return f"slot {slot} holds {self.held[slot]} tokens, not {from_}"
         if upto > self.limit:
             return f"{upto} tokens exceed the slot's {self.limit}"
-        extra = self._extra(fmt, spans[0], n)
+        extra = self._extra(fmt, stages[0], spans[0], n)
         if extra is not None and not np.array_equal(extra[:, 2], tokens):
             return f"the block [{start}, {end}) was captured of other tokens"
         head_bytes = fmt.head_bytes(n)
         end_of_body = head_bytes + fmt.body_bytes(n)
-        blob = self._blob(fmt, n, spans)[: end_of_body + len(fmt.tail)]
+        blob = self._blob(fmt, n, spans, stages)[: end_of_body + len(fmt.tail)]
         fmt.write_head(blob[:head_bytes], start, extra)
-        if not self._in_place(fmt):
-            self._gather(fmt, blob[head_bytes:end_of_body], spans, n)
+        if not _in_place(fmt, stages):
+            self._gather(fmt, blob[head_bytes:end_of_body], spans, n, stages)
             blob[end_of_body:] = np.frombuffer(fmt.tail, np.uint8)
         with self._transfer():
             if not self._context.state_set(blob):
@@ -217,45 +231,45 @@ class Slots:
         self.held[slot] = upto
         return None
 
-    def _gather(self, fmt: RangeFormat, body: Bytes, spans: Sequence[Bytes], n: int) -> None:
-        for stage, span in zip(self._stages, spans, strict=True):
+    @staticmethod
+    def _gather(fmt: RangeFormat, body: Bytes, spans: Sequence[Bytes], n: int, stages: Sequence[StageShape]) -> None:
+        for stage, span in zip(stages, spans, strict=True):
             k, v = fmt.sections(stage, n)
             k_bytes, v_bytes = k.stop - k.start, v.stop - v.start
             payload = span[fmt.head_room : fmt.head_room + k_bytes + v_bytes]
             body[k] = payload[:k_bytes]
             body[v] = payload[k_bytes:]
 
-    def _extra(self, fmt: RangeFormat, span: Bytes, n: int) -> Words | None:
+    @staticmethod
+    def _extra(fmt: RangeFormat, stage: StageShape, span: Bytes, n: int) -> Words | None:
         """The extra words of a block's cells, (cells, 3): every stage carries them behind its rows."""
         if not fmt.cells.extra:
             return None
-        end = fmt.head_room + self._stages[0].payload_bytes(n)
+        end = fmt.head_room + stage.payload_bytes(n)
         return np.frombuffer(span[end - 12 * n : end].tobytes(), "<i4").reshape(n, 3)
 
-    def _blob(self, fmt: RangeFormat, n: int, spans: Sequence[Bytes]) -> Bytes:
+    def _blob(self, fmt: RangeFormat, n: int, spans: Sequence[Bytes], stages: Sequence[StageShape]) -> Bytes:
         """Where a whole blob of `n` cells goes: in the span around its payload, or in scratch."""
         head_bytes, body_bytes = fmt.head_bytes(n), fmt.body_bytes(n)
-        if self._in_place(fmt):
+        if _in_place(fmt, stages):
             return spans[0][fmt.head_room - head_bytes : fmt.head_room + body_bytes]
         size = head_bytes + body_bytes + fmt.most_tail_bytes(n)
         if len(self._scratch) < size:
             self._scratch = np.empty(size, np.uint8)
         return self._scratch[:size]
 
-    def _in_place(self, fmt: RangeFormat) -> bool:
-        """Whether a payload lies in its span as in a blob: one stage, and nothing behind its rows."""
-        return len(self._stages) == 1 and not fmt.tail
-
-    def _checked_block(self, slot: int, start: int, end: int, spans: Sequence[Bytes]) -> tuple[RangeFormat, int]:
+    def _checked_block(
+        self, slot: int, start: int, end: int, spans: Sequence[Bytes], stages: Sequence[StageShape]
+    ) -> tuple[RangeFormat, int]:
         self.check(slot)
         if self._format is None:
             raise ValueError("blocks of this model's memory cannot be moved")
         n = end - start
         if start < 0 or not 0 < n <= self._format.block_tokens:
             raise ValueError(f"[{start}, {end}) is not a block of at most {self._format.block_tokens} tokens")
-        if len(spans) != len(self._stages):
-            raise ValueError(f"{len(spans)} spans for {len(self._stages)} stages")
-        for stage, span in zip(self._stages, spans, strict=True):
+        if len(spans) != len(stages):
+            raise ValueError(f"{len(spans)} spans for {len(stages)} stages")
+        for stage, span in zip(stages, spans, strict=True):
             needed = self._format.head_room + pad_to_page(stage.payload_bytes(n))
             if len(span) < needed:
                 raise ValueError(f"a span of {len(span)} bytes where {needed} are needed")
@@ -268,3 +282,8 @@ class Slots:
             yield
         finally:
             self._context.remove(self._context.transfer)
+
+
+def _in_place(fmt: RangeFormat, stages: Sequence[StageShape]) -> bool:
+    """Whether a payload lies in its span as in a blob: one stage, and nothing behind its rows."""
+    return len(stages) == 1 and not fmt.tail

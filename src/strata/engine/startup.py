@@ -6,11 +6,11 @@ fault; what a served model then does is `loop.py`.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from strata.engine.slots import Slots
 from strata.engine.template import ChatTemplate, find_openers
 from strata.engine.values import ContextShape, EngineInfo, EngineSettings
 from strata.errors import ConfigError
+from strata.rules.stages import MOST_PARTS, LayerRange, layer_ranges
 
 MARGIN_CELLS = 512
 """Pool cells beyond slots x context: room for a block in the transfer sequence."""
@@ -60,9 +61,12 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
     _check(settings)
     files = read_model(Path(settings.model_path))
     model = Model(
-        Path(settings.model_path), gpu_layers=settings.gpu_layers, progress=lambda done: progress("model", done)
+        Path(settings.model_path),
+        gpu_layers=settings.gpu_layers,
+        layer_split=settings.layer_split,
+        progress=lambda done: progress("model", done),
     )
-    stages = _stage_ranges(settings.stages, model.n_layers)
+    stages = _stage_ranges(settings, model)
     threads = settings.threads or default_threads()
     progress("measuring", 0.0)
     flash = choose_flash_attention(model, settings, threads, remembered_flash_attention)
@@ -186,6 +190,11 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigError(f"a read chunk of {settings.read_chunk} tokens must be at least 1.", field="read_chunk")
     if settings.spare_checkpoints is not None and settings.spare_checkpoints < 1:
         raise ConfigError("there must be at least one spare checkpoint.", field="spare_checkpoints")
+    split = settings.layer_split
+    if len(split) > MOST_PARTS or any(not 0 <= share < math.inf for share in split) or (split and not sum(split)):
+        raise ConfigError(
+            f"--layer-split must be at most {MOST_PARTS} numbers from 0, not all of them 0.", field="--layer-split"
+        )
     if settings.decode_share is not None and not 0 <= settings.decode_share < 1:
         raise ConfigError(
             f"STRATA_BATCH_DECODE_SHARE {settings.decode_share} must lie in [0, 1).", field="STRATA_BATCH_DECODE_SHARE"
@@ -199,17 +208,16 @@ def _check(settings: EngineSettings) -> None:
             raise ConfigError(f"--kv {kv_type} must be one of {', '.join(KV_TYPES)}.", field="--kv")
 
 
-def _stage_ranges(stages: Sequence[int], n_layers: int) -> list[tuple[int, int]]:
-    """The layer range of each stage."""
-    if not stages:
-        return [(0, n_layers)]
-    if min(stages) < 1 or sum(stages) != n_layers:
-        text = ",".join(map(str, stages))
+def _stage_ranges(settings: EngineSettings, model: Model) -> tuple[LayerRange, ...]:
+    """The layers of each stage."""
+    n_layers = model.n_layers
+    if len(settings.layer_split) > n_layers:
         raise ConfigError(
-            f"--layer-split {text} must be positive numbers that add up to the model's {n_layers} layers.",
+            f"--layer-split has {len(settings.layer_split)} parts, more than the model's {n_layers} layers.",
             field="--layer-split",
         )
-    return list(pairwise(accumulate(stages, initial=0)))
+    on_devices = settings.gpu_layers if model.has_devices and settings.gpu_layers else n_layers + 1
+    return layer_ranges(settings.layer_split, n_layers, first=max(0, n_layers + 1 - on_devices))
 
 
 def default_threads() -> int:

@@ -27,7 +27,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_v: str = "f16"
     threads: int | None = None
     gpu_layers: int | None = None
-    stages: tuple[int, ...] = ()  # layers per stage; empty = one stage with all layers
+    layer_split: tuple[float, ...] = ()  # proportions of a split of the layers (rules/stages.py); empty = one stage
     turn_token: str = "auto"  # "auto" | "none" | a token id in decimal
     read_chunk: int = 512  # a full batch: most prompt tokens read in one step
     swa_full: bool = True  # sliding-window layers keep every token; False: only a window, which is much smaller
@@ -63,7 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     mode_reason: str
     head_room: int  # bytes, a multiple of PAGE
     block_tokens: int  # most tokens in one block
-    stages: tuple[StageShape, ...]
+    stages: tuple[StageShape, ...]  # those of the split that have rows
     openers: tuple[int, ...]  # token ids that open a turn; empty = none found
     has_chat_template: bool
     load_s: float
@@ -72,7 +72,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         0  # the most one takes (at `context` tokens); 0 in mode "segments", or when none can be taken
     )
     spare_checkpoints: int = 0  # how many may be held at once, by all slots together
-    row_layers: tuple[int, ...] = ()  # the layers that have rows: `engine.restage` needs them
+    row_layers: tuple[int, ...] = ()  # the layers that have rows: stages of another split must hold each once
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -189,6 +189,7 @@ class Server:
             kv_v=config.kv[1],
             threads=config.threads,
             gpu_layers=config.gpu_layers,
+            layer_split=config.layer_split or (),
             read_chunk=config.batch_size,
             turn_token=config.turn_token,
             agenda=config.batch_agenda,

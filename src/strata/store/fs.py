@@ -22,9 +22,9 @@ import numpy as np
 
 from strata.errors import DamagedFile, LevelError
 from strata.store.filesystem import LOCK_NAME, Buffer, Entry, Kind, Lock
+from strata.store.reads import DIRECT, Staging, read_all, stop_direct
 from strata.types import PAGE
 
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 # No link is followed, no FIFO is waited for, no child process inherits the descriptor.
 _SAFE: int = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 _LOCK_BYTE = 1 << 30  # Windows locks bytes, not files: one far behind the holder's name, so that it stays readable
@@ -48,27 +48,6 @@ def _system_pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     return os.pwritev(fd, buffers, offset)
 
 
-def _system_pread(fd: int, view: memoryview, offset: int) -> int:
-    if sys.platform == "win32":
-        os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, len(view))
-        view[: len(data)] = data
-        return len(data)
-    return os.preadv(fd, [view], offset)
-
-
-def _read_all(fd: int, path: Path, offset: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        if done % PAGE:  # the end of a file that is no whole number of pages
-            _stop_direct(fd)
-        n = _system_pread(fd, view[done:], offset + done)
-        if n == 0:
-            problem = f"{path} ends at byte {offset + done}, {offset + len(view)} expected"
-            raise DamagedFile(problem, field="size")
-        done += n
-
-
 def _flush(fd: int) -> None:
     if sys.platform == "darwin":  # fsync there leaves the data in the drive's cache
         import fcntl
@@ -76,18 +55,6 @@ def _flush(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
         os.fsync(fd)
-
-
-def _stop_direct(fd: int) -> bool:
-    """Switch an open file to buffered I/O; False when it was buffered already."""
-    if not _DIRECT:
-        return False
-    import fcntl
-
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & _DIRECT:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
-    return bool(flags & _DIRECT)
 
 
 def _lock_now(fd: int) -> bool:
@@ -218,9 +185,10 @@ class Disk:
 
     def __init__(self, *, direct: bool = True, pwritev: PWriteV = _system_pwritev) -> None:
         """`direct` False never tries O_DIRECT. `pwritev` replaces the system call (tests)."""
-        self._direct = direct and _DIRECT != 0
+        self._direct = direct and DIRECT != 0
         self._pwritev = pwritev
         self._buffered_dirs: set[Path] = set()  # directories whose filesystem refused O_DIRECT
+        self._staging = Staging()
 
     def __repr__(self) -> str:
         return f"Disk(direct={self._direct}, {len(self._buffered_dirs)} directories buffered)"
@@ -250,7 +218,7 @@ class Disk:
             try:
                 for batch in batches:
                     if not all(_is_aligned(buffer) for buffer in batch):
-                        _stop_direct(fd)
+                        stop_direct(fd)
                     done += self._write_all(fd, path, [memoryview(buffer) for buffer in batch if buffer], done)
                 return done
             except BaseException:
@@ -262,7 +230,7 @@ class Disk:
 
     def write_at(self, path: Path, offset: int, view: memoryview) -> None:
         direct = self._try_direct(path) and offset % PAGE == 0 and _is_aligned(view)
-        with _naming(path), _opened(path, os.O_WRONLY | (_DIRECT if direct else 0)) as fd:
+        with _naming(path), _opened(path, os.O_WRONLY | (DIRECT if direct else 0)) as fd:
             self._write_all(fd, path, [view] if view else [], offset)
 
     def fsync(self, path: Path) -> None:
@@ -299,7 +267,7 @@ class Disk:
             if size > max_bytes:
                 raise DamagedFile(f"{path} has {size} bytes, more than the {max_bytes} allowed", field="size")
             data = bytearray(size)
-            _read_all(fd, path, 0, memoryview(data))
+            read_all(fd, path, 0, memoryview(data))
             return bytes(data)
 
     def read_into(self, path: Path, offset: int, view: memoryview) -> None:
@@ -307,15 +275,15 @@ class Disk:
         with _naming(path):
             if direct:
                 try:
-                    with _opened(path, os.O_RDONLY | _DIRECT) as fd:
-                        _read_all(fd, path, offset, view)
+                    with _opened(path, os.O_RDONLY | DIRECT) as fd:
+                        self._staging.read(fd, path, offset, view)
                         return
                 except OSError as error:
                     if error.errno not in _NO_DIRECT:
                         raise
                     self._buffered_dirs.add(path.parent)
             with _opened(path, os.O_RDONLY) as fd:
-                _read_all(fd, path, offset, view)
+                read_all(fd, path, offset, view)
 
     def entries(self, path: Path) -> list[Entry]:
         with os.scandir(path) as entries:
@@ -360,7 +328,7 @@ class Disk:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
         if direct:
             try:
-                return os.open(path, flags | _DIRECT, 0o600)
+                return os.open(path, flags | DIRECT, 0o600)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
@@ -376,7 +344,7 @@ class Disk:
             try:
                 n = self._pwritev(fd, views, offset + done)
             except OSError as error:
-                if error.errno not in _NO_DIRECT or not _stop_direct(fd):
+                if error.errno not in _NO_DIRECT or not stop_direct(fd):
                     raise
                 self._buffered_dirs.add(path.parent)
                 continue
@@ -388,5 +356,5 @@ class Disk:
             if n:
                 views[0] = views[0][n:]
                 if n % PAGE:
-                    _stop_direct(fd)
+                    stop_direct(fd)
         return done

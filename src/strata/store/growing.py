@@ -22,11 +22,12 @@ class GrowingFile:
         fs: Filesystem,
         root: Path,
         header: FileHeader,
-        pending: PendingFile,
+        final: str,
+        temporary: str,
         grew: Callable[[str, int], None],
     ) -> None:
         """`header`: planned, its page written already. `grew` is told of the path and every number of bytes written."""
-        self.pending = pending
+        self.pending = PendingFile(temporary=temporary, final=final, size=header.file_bytes)
         self._fs = fs
         self._root = root
         self._header = header

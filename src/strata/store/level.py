@@ -145,8 +145,7 @@ class Level:
         """A file whose blocks come one by one; `publish` what is pending of it once it is whole, or `discard` it."""
         final, temporary = self._names_for(header)
         self._write(temporary, [header_page(header)])
-        pending = PendingFile(temporary=temporary, final=final, size=header.file_bytes)
-        return GrowingFile(self._fs, self.root, header, pending, self._grew)
+        return GrowingFile(self._fs, self.root, header, final, temporary, partial(self._written, n_files=0))
 
     def adopt_segment(self, giver: Level, key: Key, stage: int, *, may_link: bool) -> PendingFile:
         """Bring one stage's file of a segment from another level, under a temporary name like `write_segment`.
@@ -216,8 +215,9 @@ class Level:
 
         A directory that was removed or replaced is made and locked anew. LevelError when another process has it.
         """
-        stages = range(len(manifest.stages))
-        paths = [segment_path(key, stage) for key in manifest.keys for stage in stages]
+        counts = (len(manifest.stages_of(i)) for i in range(len(manifest.keys)))
+        files = zip(manifest.keys, counts, strict=True)
+        paths = [segment_path(key, stage) for key, n_stages in files for stage in range(n_stages)]
         paths += map(checkpoint_path, manifest.checkpoint_keys)
         if self._lock.is_in_place() and all(map(self._exists, paths)):
             return
@@ -299,6 +299,10 @@ class Level:
         """What the files of a segment take on disk."""
         return sum(self._account.of(path) for path in self._paths_of(key))
 
+    def stages_of(self, key: Key) -> list[int]:
+        """The stages of a segment of which there are files."""
+        return [stage for stage in range(MAX_STAGES) if segment_path(key, stage) in self._account]
+
     def has(self, what: int | Key) -> bool:
         """Whether the account has a file of a manifest, by serial, or of a segment or checkpoint."""
         return bool(self._paths_of(what)) if isinstance(what, bytes) else manifest_name(what) in self._account
@@ -310,7 +314,7 @@ class Level:
         return False
 
     def _paths_of(self, key: Key) -> list[str]:
-        names = (*(segment_path(key, stage) for stage in range(MAX_STAGES)), checkpoint_path(key))
+        names = (*(segment_path(key, stage) for stage in self.stages_of(key)), checkpoint_path(key))
         return [path for path in names if path in self._account]
 
     def _names_for(self, header: FileHeader) -> tuple[str, str]:
@@ -336,13 +340,10 @@ class Level:
         self._written(path, size)
         return size
 
-    def _written(self, path: str, size: int) -> None:
-        self._grew(path, size)
-        self.counts.files_written += 1
-
-    def _grew(self, path: str, n_bytes: int) -> None:
+    def _written(self, path: str, n_bytes: int, n_files: int = 1) -> None:
         self._account.set(path, self._fs.stat(self.root / path).allocated_bytes)
         self.counts.bytes_written += n_bytes
+        self.counts.files_written += n_files
 
     def _make_folder_of(self, path: str) -> None:
         """Make a payload file's folder; `publish` syncs the new ones all at once."""

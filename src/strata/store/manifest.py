@@ -1,7 +1,8 @@
 """The manifest of a stored conversation: pure encode and decode.
 
 A manifest is `magic, version, body length, xxh3-128 of the body, body`; the body is msgpack. Version 1 had no
-checkpoints; it is still read.
+checkpoints; it is still read. Version 3 adds segments that were written under other splits of the layers than the
+manifest; one without such is still written as version 2.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -23,10 +24,11 @@ from strata.store.names import MAX_SERIAL, MAX_STAGES
 from strata.store.segment_header import segment_file_bytes
 from strata.types import MIB, SEGMENT_TOKENS, Key, Segment, StageShape, Tokens
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 MAX_MANIFEST_BYTES = 256 * MIB
 MAX_NAME_CHARS = 1024
 MAX_CHECKPOINTS = 4096
+MAX_SPLITS = 255
 
 _MAGIC = b"strata-m"
 _HEAD = struct.Struct("<8sQQ16s")  # magic, version, body length, digest of the body
@@ -48,7 +50,8 @@ class CheckpointEntry(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One stored conversation: what it holds, under which identity, and the keys of its segments.
 
-    Without stages (a model without rows) the segments have keys but no files: checkpoints are all there is.
+    Without stages (a model without rows) the segments have keys but no files: checkpoints are all there is. The files
+    of a segment may be older than the manifest, and of another split of the layers: `stages_of` says which.
     """
 
     serial: int
@@ -66,6 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
     stamp_s: float
     checkpoints: tuple[CheckpointEntry, ...] = ()  # ascending by position
+    other_splits: tuple[tuple[StageShape, ...], ...] = ()
+    splits: tuple[int, ...] = ()  # one per cut: 0 = `stages`, n = other_splits[n - 1]; empty: all of them 0
 
     def __repr__(self) -> str:
         parts = f"{len(self.keys)} segments, {len(self.stages)} stages, {len(self.checkpoints)} checkpoints"
@@ -87,6 +92,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(
             Segment(key=key, parent=parent, start=start, end=end)
             for key, parent, start, end in zip(self.keys, parents, starts, self.cuts, strict=False)
+        )
+
+    def stages_of(self, index: int) -> tuple[StageShape, ...]:
+        """The stages of the files of segment `index`."""
+        split = self.splits[index] if self.splits else 0
+        return self.other_splits[split - 1] if split else self.stages
+
+    def with_splits(self, stages: Sequence[tuple[StageShape, ...]]) -> Manifest:
+        """The same, of segments whose files have these stages: one entry per segment."""
+        if all(own == self.stages_of(i) for i, own in enumerate(stages)):
+            return self
+        known = tuple(dict.fromkeys((self.stages, *stages)))
+        starts = (0, *self.cuts)
+        sizes = (
+            sum(segment_file_bytes(shape, start, end, self.block_tokens) for shape in own)
+            for own, start, end in zip(stages, starts, self.cuts, strict=False)
+        )
+        return msgspec.structs.replace(
+            self,
+            other_splits=known[1:],
+            splits=tuple(map(known.index, stages)) if known[1:] else (),
+            file_bytes=tuple(sizes),
         )
 
     @property
@@ -128,6 +155,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             keys=self.keys[:n_segments],
             file_bytes=self.file_bytes[:n_segments],
             checkpoints=tuple(entry for entry in self.checkpoints if entry.position <= end),
+            splits=self.splits[:n_segments],
         )
 
 
@@ -150,10 +178,16 @@ class _BodyV1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stamp_s: float
 
 
-class _Body(_BodyV1, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Version 2."""
-
+class _BodyV2(_BodyV1, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoints: bytes  # u32 position and u64 size each
+
+
+class _BodyV3(_BodyV2, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    other_splits: tuple[tuple[StageShape, ...], ...]
+    splits: bytes  # u8 each
+
+
+_BODIES: dict[int, type[_BodyV1]] = {1: _BodyV1, 2: _BodyV2, 3: _BodyV3}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -165,8 +199,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "file_bytes": np.asarray(manifest.file_bytes, dtype="<u8").tobytes(),
         "checkpoints": np.array([(c.position, c.n_bytes) for c in manifest.checkpoints], _CHECKPOINT).tobytes(),
     }
-    body = msgspec.msgpack.encode(_Body(**{**msgspec.structs.asdict(manifest), **columns}))
-    head = _HEAD.pack(_MAGIC, MANIFEST_VERSION, len(body), digest(body))
+    fields = {**msgspec.structs.asdict(manifest), **columns, "splits": bytes(manifest.splits)}
+    version = 3 if manifest.other_splits else 2
+    kind = _BODIES[version]
+    body = msgspec.msgpack.encode(kind(**{name: fields[name] for name in kind.__struct_fields__}))
+    head = _HEAD.pack(_MAGIC, version, len(body), digest(body))
     require(len(head) + len(body) <= MAX_MANIFEST_BYTES, "length", f"manifest above {MAX_MANIFEST_BYTES} bytes")
     return head + body
 
@@ -180,10 +217,10 @@ def decode_manifest(data: bytes) -> Manifest:
     body = memoryview(data)[_HEAD.size :]
     require(digest(body) == expected, "checksum", "the content does not match it")
     try:
-        raw = msgspec.msgpack.decode(body, type=_Body if version > 1 else _BodyV1)
+        raw = msgspec.msgpack.decode(body, type=_BODIES[version])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedFile(f"body: {error}", field=_field_of(str(error))) from error
-    packed = raw.checkpoints if isinstance(raw, _Body) else b""
+    packed = raw.checkpoints if isinstance(raw, _BodyV2) else b""
     most = MAX_CHECKPOINTS * _CHECKPOINT.itemsize
     require(len(packed) <= most, "checkpoints", f"{len(packed)} bytes of entries, more than {most}")
     for name, size, width in (
@@ -200,6 +237,8 @@ def decode_manifest(data: bytes) -> Manifest:
         "file_bytes": tuple(np.frombuffer(raw.file_bytes, "<u8").tolist()),
         "checkpoints": tuple(CheckpointEntry(*row) for row in np.frombuffer(packed, _CHECKPOINT).tolist()),
     }
+    if isinstance(raw, _BodyV3):
+        columns["splits"] = tuple(raw.splits)
     manifest = Manifest(**{**msgspec.structs.asdict(raw), **columns})
     _check_manifest(manifest)
     return manifest
@@ -220,19 +259,19 @@ def _check_manifest(m: Manifest) -> None:
         require(math.isfinite(getattr(m, name)) and getattr(m, name) >= 0, name, "not a time")
     require(len(m.tokens) % 4 == 0 and 0 < m.n_tokens <= MAX_TOKENS, "tokens", f"{len(m.tokens)} bytes of int32")
     require(m.frontier is None or 0 < m.frontier <= m.n_tokens, "frontier", f"{m.frontier} of {m.n_tokens} tokens")
-    require(len(m.stages) <= MAX_STAGES, "stages", f"{len(m.stages)} stages")
     require(bool(m.stages or m.checkpoints), "stages", "neither stages nor checkpoints")
-    for i, shape in enumerate(m.stages):
-        check_shape(shape, "stages")
-        first = m.stages[i - 1].layer_end if i else shape.layer_first
-        require(shape.layer_first == first, "stages", f"stage {i} starts at layer {shape.layer_first}, not {first}")
+    _check_stages(m.stages, "stages")
+    _check_splits(m)
     rows = 0 < m.block_tokens <= MAX_TOKENS if m.stages else m.block_tokens == 0
     require(rows, "block_tokens", f"{m.block_tokens} is out of range for {len(m.stages)} stages")
     require(m.cuts == prefix.cuts(m.n_tokens, m.frontier), "cuts", "not those of these tokens and this frontier")
     require(len(m.keys) == len(m.cuts), "keys", f"{len(m.keys)} keys for {len(m.cuts)} cuts")
     chain = prefix.chain(m.root, m.token_ids, m.cuts)
     require(m.keys == tuple(s.key for s in chain), "keys", "not the hash chain of these tokens")
-    sizes = tuple(sum(segment_file_bytes(shape, s.start, s.end, m.block_tokens) for shape in m.stages) for s in chain)
+    sizes = tuple(
+        sum(segment_file_bytes(shape, s.start, s.end, m.block_tokens) for shape in m.stages_of(i))
+        for i, s in enumerate(chain)
+    )
     require(m.file_bytes == sizes, "file_bytes", "not the sizes that these segments have")
     require(len(m.checkpoints) <= MAX_CHECKPOINTS, "checkpoints", f"{len(m.checkpoints)}, at most {MAX_CHECKPOINTS}")
     for entry in m.checkpoints:
@@ -240,3 +279,23 @@ def _check_manifest(m: Manifest) -> None:
         require(0 < entry.n_bytes <= MAX_CHECKPOINT_BYTES, "checkpoints", f"one of {entry.n_bytes} bytes")
     ascending = all(a.position < b.position for a, b in pairwise(m.checkpoints))
     require(ascending, "checkpoints", "their positions do not ascend")
+
+
+def _check_stages(stages: Sequence[StageShape], field: str) -> None:
+    """Those of one split: they ascend by layers; layers without rows lie in none."""
+    require(len(stages) <= MAX_STAGES, field, f"{len(stages)} stages")
+    for i, shape in enumerate(stages):
+        check_shape(shape, field)
+        first = stages[i - 1].layer_end if i else 0
+        require(shape.layer_first >= first, field, f"stage {i} starts at layer {shape.layer_first}, before {first}")
+
+
+def _check_splits(m: Manifest) -> None:
+    others = m.other_splits
+    require(len(others) <= MAX_SPLITS, "other_splits", f"{len(others)}, at most {MAX_SPLITS}")
+    for stages in others:
+        require(bool(stages and m.stages), "other_splits", "one without stages")
+        _check_stages(stages, "other_splits")
+    n_splits = len(m.keys) if others else 0
+    require(len(m.splits) == n_splits, "splits", f"{len(m.splits)} instead of {n_splits}")
+    require(max(m.splits, default=0) <= len(others), "splits", f"there are {len(others)} other splits")

@@ -28,7 +28,7 @@ from strata.store.names import (
     parse_segment_path,
     serial_in,
 )
-from strata.types import Key
+from strata.types import Key, StageShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ class Scan:
     foreign: tuple[Foreign, ...]  # in the same order
     stale: tuple[Stale, ...]  # by serial
     segments: Mapping[Key, SegmentFiles]
+    splits: Mapping[Key, tuple[StageShape, ...]]  # how the layers of each whole segment are split
     checkpoints: Mapping[Key, CheckpointFile]
     lost_checkpoints: tuple[LostCheckpoint, ...]  # of whole and stale conversations alike
     orphans: tuple[Key, ...]  # segments and checkpoints that no readable manifest names
@@ -151,22 +152,23 @@ def read_scan(fs: Filesystem, root: Path, found: Walk, identity: bytes) -> Scan:
     """Sort what a walk found: see `Scan`. Reads the manifests, nothing else."""
     groups = _group(found)
     segments = _segment_files(found, groups.segments)
+    reads = {path: _read_manifest(fs, root / path, serial_in(path)) for path in groups.manifests}
+    splits = _splits([read for read in reads.values() if isinstance(read, Manifest)], segments)
     checkpoints = {key: _checkpoint_file(found.files[path]) for key, path in groups.checkpoints}
     manifests: list[Stored] = []
     foreign: list[Foreign] = []
     stale: list[Stale] = []
     lost: list[LostCheckpoint] = []
     named: set[Key] = set()
-    for path in groups.manifests:
+    for path, read in reads.items():
         serial, allocated = serial_in(path), found.files[path].allocated_bytes
-        read = _read_manifest(fs, root / path, serial)
         if isinstance(read, str):
             stale.append(Stale(serial=serial, reason=read, manifest=None, allocated_bytes=allocated))
             continue
         checkpoint_keys = read.checkpoint_keys
         named.update(read.keys, checkpoint_keys)
         lost_here = _lost_checkpoints(read, checkpoint_keys, checkpoints)
-        problem = _incomplete(read, segments, lost_here)
+        problem = _incomplete(read, segments, splits, lost_here)
         lost.extend(lost_here if read.identity == identity else ())
         if problem:
             stale.append(Stale(serial=serial, reason=problem, manifest=read, allocated_bytes=allocated))
@@ -180,6 +182,7 @@ def read_scan(fs: Filesystem, root: Path, found: Walk, identity: bytes) -> Scan:
         foreign=tuple(sorted(foreign, key=lambda entry: (entry.stamp_s, entry.serial))),
         stale=tuple(sorted(stale, key=lambda entry: entry.serial)),
         segments=segments,
+        splits=splits,
         checkpoints=checkpoints,
         lost_checkpoints=tuple(sorted(lost, key=lambda one: (one.serial, one.position))),
         orphans=tuple(sorted((segments.keys() | checkpoints.keys()) - named)),
@@ -233,6 +236,24 @@ def _segment_files(found: Walk, segments: Sequence[tuple[Key, int, str]]) -> dic
     return result
 
 
+def _splits(manifests: Sequence[Manifest], segments: Mapping[Key, SegmentFiles]) -> dict[Key, tuple[StageShape, ...]]:
+    """The split of each segment whose files have the names and sizes that a manifest says.
+
+    A segment that was lost may have been written anew under another split. Then manifests that are older say the one
+    before: the newest is asked first.
+    """
+    splits: dict[Key, tuple[StageShape, ...]] = {}
+    for manifest in sorted(manifests, key=lambda manifest: manifest.serial, reverse=True):
+        for i, segment in enumerate(manifest.segments):
+            files, stages = segments.get(segment.key), manifest.stages_of(i)
+            if files is None or segment.key in splits:
+                continue
+            sizes = (segment_file_bytes(shape, segment.start, segment.end, manifest.block_tokens) for shape in stages)
+            if files.sizes == tuple(enumerate(sizes)):
+                splits[segment.key] = stages
+    return splits
+
+
 def _checkpoint_file(entry: Entry) -> CheckpointFile:
     return CheckpointFile(size=entry.size, allocated_bytes=entry.allocated_bytes)
 
@@ -261,18 +282,16 @@ def _lost_checkpoints(
 
 
 def _incomplete(
-    manifest: Manifest, segments: Mapping[Key, SegmentFiles], lost_checkpoints: Sequence[LostCheckpoint]
+    manifest: Manifest,
+    segments: Mapping[Key, SegmentFiles],
+    splits: Mapping[Key, tuple[StageShape, ...]],
+    lost_checkpoints: Sequence[LostCheckpoint],
 ) -> str:
     """Why a manifest cannot be served whole; empty when it can, but for some of its checkpoints."""
-    for i, segment in enumerate(manifest.segments if manifest.stages else ()):
-        where = f"segment {i} of {len(manifest.keys)}"
-        files = segments.get(segment.key)
-        if files is None:
-            return f"{where} is missing"
-        n_tokens, block_tokens = segment.n_tokens, manifest.block_tokens
-        sizes = (segment_file_bytes(shape, 0, n_tokens, block_tokens) for shape in manifest.stages)
-        if files.sizes != tuple(enumerate(sizes)):
-            return f"{where} has the wrong size or number of stages"
+    for i, key in enumerate(manifest.keys if manifest.stages else ()):
+        if key not in splits:
+            problem = "has the wrong size or number of stages" if key in segments else "is missing"
+            return f"segment {i} of {len(manifest.keys)} {problem}"
     if manifest.checkpoints and len(lost_checkpoints) == len(manifest.checkpoints):
         last = lost_checkpoints[-1]
         return f"no checkpoint of it can be used; the last, at {last.position}, {last.reason}"

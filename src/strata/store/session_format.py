@@ -151,6 +151,7 @@ def plan_session(manifest: Manifest, *, manifest_bytes: int, kv: str, checkpoint
     large blocks."""
     _require(0 <= checkpoint_bytes <= MAX_CHECKPOINT_BYTES, "checkpoint_bytes", f"{checkpoint_bytes} is out of range")
     _require(0 < len(kv.encode()) <= MAX_KV_BYTES and kv.isprintable(), "kv", "no name of K/V types")
+    _require(not manifest.other_splits, "other_splits", "all blocks of a session have the same stages")
     most_tokens = min(manifest.block_tokens, SEGMENT_TOKENS, manifest.n_tokens)
     for shape in manifest.stages:
         length = shape.payload_bytes(most_tokens)

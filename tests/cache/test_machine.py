@@ -26,14 +26,17 @@ from tests.serve.workbench import BLOCK, LIMIT_S, Workbench, states_of
 
 from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
+from strata.cache.checkpoints import Captured
 from strata.cache.entries import Conversation
 from strata.cache.parking import Parking, ParkJob
 from strata.cache.put import DiskLimits
 from strata.cache.ram import RamLimits
 from strata.cache.room import own_bytes
 from strata.cache.status import over_budget
+from strata.engine.fake import CHECKPOINT_HEAD_BYTES
 from strata.engine.fake_model import BASE_BYTES, OPENER
 from strata.rules import prefix
+from strata.rules.checkpoints import CheckpointLimits
 from strata.types import MIB, Key, Tokens
 
 SLOTS = 3
@@ -42,6 +45,7 @@ MEMORY = {"plenty": 1 << 40, "only transient": 4 * MIB, "none": MIB // 2, "unkno
 ROOT = prefix.root_key(b"f" * 32, "")
 REWRITE_LIMIT = 300
 AGE_S = 3000.0
+EVERY = 300  # tokens from one checkpoint to the next
 
 
 def folder() -> Path:
@@ -82,6 +86,19 @@ class State:
         n = len(self.tokens)
         return tuple(s.key for s in prefix.chain(ROOT, self.tokens, prefix.cuts(n, self.frontier)))
 
+    @property
+    def whole(self) -> tuple[Key, ...]:
+        """What of memory that cannot be cut must be kept: the segments, and the checkpoint of the end."""
+        return (*self.keys, prefix.checkpoint_key(ROOT, self.tokens, len(self.tokens)))
+
+    @property
+    def checkpoint_keys(self) -> set[Key]:
+        """Of all positions where one may have been taken."""
+        tokens = self.tokens
+        openers = prefix.opener_positions(tokens, (OPENER,)).tolist()
+        positions = {*openers, *range(EVERY, len(tokens), EVERY), len(tokens)}
+        return {prefix.checkpoint_key(ROOT, tokens, at) for at in positions}
+
     def makes_superfluous(self, old: State) -> bool:
         """As SPEC §6 has it: one conversation, and all of the old one up to its last turn is here too."""
         upto = old.frontier or len(old.tokens)
@@ -116,7 +133,9 @@ class Oracle:
 
 
 class Machine(RuleBasedStateMachine):
-    """See the module."""
+    """See the module. `memories`: the kinds of memory that the engine may have."""
+
+    memories: tuple[str, ...] = ("segments",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +170,8 @@ class Machine(RuleBasedStateMachine):
         ages=st.booleans(),
         ladder=st.booleans(),
         arena_blocks=st.sampled_from((8, 24, 400)),
+        memory=st.integers(0, 1),
+        keep=st.sampled_from((1, 2, 6)),
     )
     def begin(
         self,
@@ -168,6 +189,8 @@ class Machine(RuleBasedStateMachine):
         ages: bool,
         ladder: bool,
         arena_blocks: int,
+        memory: int,
+        keep: int,
     ) -> None:
         ram = RamLimits(budget_bytes=ram_blocks * BLOCK, most=most) if ram_blocks else None
         self.archive, self.has_ram = archive, ram is not None
@@ -178,6 +201,7 @@ class Machine(RuleBasedStateMachine):
             "arena_bytes": arena_blocks * BLOCK,
             "warm_bytes": None if warm_blocks is None else warm_blocks * BLOCK,
             "archive": archive,
+            "memory": self.memories[memory % len(self.memories)],
             "limits": CacheLimits(
                 floors=Floors(parking_bytes=PARKING_FLOOR, transient_bytes=TRANSIENT_FLOOR),
                 park_target=goal if ram is not None else "disk",
@@ -185,6 +209,7 @@ class Machine(RuleBasedStateMachine):
                 spill_on_evict=evict,
                 throttle_s=throttle_s,
                 ladder=ladder,
+                checkpoints=CheckpointLimits(keep=keep, every=EVERY, root=40),
             ),
             "disk_limits": DiskLimits(
                 budget_bytes=cold_blocks * BLOCK,
@@ -203,6 +228,7 @@ class Machine(RuleBasedStateMachine):
         self.cache = self.bench.cache
         self.slots = [None] * SLOTS
         self.parkings = [set() for _ in range(SLOTS)]
+        self.captured: list[list[Captured]] = [[] for _ in range(SLOTS)]
         self.oracle.begun = 0
         self.cache.story._events = deque()  # all of them
         self.before = numbers(self.cache)
@@ -255,7 +281,7 @@ class Machine(RuleBasedStateMachine):
     def a_cancelled_request(self, chat: int, slot: int) -> None:
         """It leaves its slot at the last opener that was read."""
         old = self.newest.get(chat)
-        if old is None:
+        if old is None or not self.is_cuttable:
             return
         self.seeds += 1
         self.run(self._take(slot, State(turns=(*old.turns, (7000 + self.seeds, 100)))))
@@ -315,10 +341,9 @@ class Machine(RuleBasedStateMachine):
             await asyncio.sleep(0)
 
         self._explain(self._told())
-        for slot in self.slots:
-            for keys in [slot.keys] if slot is not None else ():
-                if not self.cache.kept.anywhere(keys):
-                    self.oracle.kept.pop(keys, None)  # its RAM copy gave way to others while it was in its slot
+        for state in self.slots:
+            if state is not None and not self.is_kept(state):
+                self.oracle.kept.pop(state.keys, None)  # its RAM copy gave way to others while it was in its slot
         self.slots = [None] * SLOTS
         self.run(die())
 
@@ -326,8 +351,8 @@ class Machine(RuleBasedStateMachine):
     def a_byte_changes_in_ram(self, n: int) -> None:
         """In the shared memory, as a dying engine may do."""
         ram = self.cache.ram
-        held = list(ram._held.items()) if ram is not None else []
-        if ram is None or not held:
+        held = [(key, entry) for key, entry in ram._held.items() if entry.payloads] if ram is not None else []
+        if not held:
             return
         key, entry = held[n % len(held)]
         if not entry.digests.done():
@@ -340,7 +365,7 @@ class Machine(RuleBasedStateMachine):
     def a_byte_changes_on_disk(self, n: int) -> None:
         self.run(self._quiet())
         disk = self.cache.disks[n % len(self.cache.disks)]
-        paths = sorted(disk.level.root.glob("seg/*/*.seg"))
+        paths = sorted([*disk.level.root.glob("seg/*/*.seg"), *disk.level.root.glob("seg/*/*.ckpt")])
         if not paths:
             return
         path = paths[n % len(paths)]
@@ -348,14 +373,14 @@ class Machine(RuleBasedStateMachine):
         data[4096 + n % BASE_BYTES] ^= 1
         path.unlink()  # a file of two names is two copies on a real disk
         path.write_bytes(data)
-        keys = {key for disk in self.cache.disks for c in disk.index.conversations() for key in c.keys}
+        keys = {key for disk in self.cache.disks for c in disk.index.conversations() for key in c.objects}
         for key in keys:
             if path.name.startswith(key.hex()):
                 self._note_damage(key)
 
     def _note_damage(self, key: Key) -> None:
         for _, state in self.oracle.attempted:
-            if key in state.keys:
+            if key in state.keys or (not self.is_cuttable and key in state.checkpoint_keys):
                 self.oracle.damaged.add(state.conversation)
 
     @rule()
@@ -371,14 +396,34 @@ class Machine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------------------------------------------- what they do
 
+    @property
+    def is_cuttable(self) -> bool:
+        return self.bench.engine.info.cuttable
+
+    def is_kept(self, state: State) -> bool:
+        return self.cache.kept.anywhere(state.keys if self.is_cuttable else state.whole)
+
     async def _take(self, slot: int, state: State | None) -> None:
         """As a turn does: what the slot holds leaves, and is parked if nothing else keeps it."""
         if self.slots[slot] is not None and not self.parkings[slot] and not self.cache.keeps_live(slot):
             self._park(slot, leaving=True)
         self.cache.left(slot)
         await asyncio.gather(*(parking.give_way() for parking in self.parkings[slot]))
+        self.bench.engine.bare.discard(slot)
+        if state is not None and self.cache.taker is not None:
+            await self._read(slot, state)
         self.bench.engine.states[slot] = states_of(state.tokens) if state is not None else []
         self.slots[slot] = state
+
+    async def _read(self, slot: int, state: State) -> None:
+        """Take the checkpoints that a turn would have taken."""
+        taker, tokens = self.cache.taker, state.tokens
+        assert taker is not None
+        states = states_of(tokens)
+        for at in taker.positions(ROOT, tokens[: (state.frontier or 0) + 1], 0):
+            self.bench.engine.states[slot] = states[:at]
+            taken = await taker.hold(slot, ROOT, tokens[:at])
+            self.captured[slot] += [taken] if taken is not None else []
 
     def _park(self, slot: int, *, provisional: bool = False, leaving: bool = False) -> None:
         async def begin() -> None:
@@ -403,7 +448,9 @@ class Machine(RuleBasedStateMachine):
             conversation=prefix.conversation_key(ROOT, tokens, (OPENER,)),
             provisional=provisional,
             leaving=leaving,
+            checkpoints=tuple(self.captured[slot]),
         )
+        self.captured[slot] = []
         oracle = self.oracle
         oracle.begun += 1
         born = len(oracle.attempted)
@@ -411,7 +458,10 @@ class Machine(RuleBasedStateMachine):
             oracle.attempted.append((born, state))
         parking = self.cache.begin_park(job)
         if parking is None:
-            if not provisional and self.cache.kept.anywhere(state.keys):
+            for unused in job.checkpoints:
+                assert self.cache.taker is not None
+                self.cache.taker.give_back(unused)
+            if not provisional and self.is_kept(state):
                 oracle.kept.setdefault(state.keys, (born, state))
             return
         self.parkings[slot].add(parking)
@@ -435,8 +485,14 @@ class Machine(RuleBasedStateMachine):
             return
         assert found.upto <= len(state.tokens)
         restored = await self.cache.restore(slot, found, 0)
-        assert self.bench.engine.states[slot] == states_of(state.tokens[: restored.held])
+        right = states_of(state.tokens[: restored.held])
+        if self.bench.engine.info.stages:
+            assert self.bench.engine.states[slot] == right
+        else:  # what a checkpoint brings is the last state alone
+            assert self.bench.engine.states[slot][-1:] == right[-1:]
+            assert len(self.bench.engine.states[slot]) == restored.held
         assert restored.held == found.upto or restored.failed
+        assert self.is_cuttable or slot not in self.bench.engine.bare
         assert not any("damage" in text for text in restored.failed) or state.conversation in self.oracle.damaged
         self.bench.engine.states[slot] = []
 
@@ -488,7 +544,7 @@ class Machine(RuleBasedStateMachine):
         """Every state that was kept is kept still, or there is a reason."""
         oracle = self.oracle
         for keys, (born, state) in list(oracle.kept.items()):
-            if self.cache.kept.anywhere(keys) or state in self.slots:
+            if self.is_kept(state) or state in self.slots:
                 continue
             assert oracle.may_be_gone(born, state, lost), f"{state} is gone and nobody said so"
             del oracle.kept[keys]
@@ -511,6 +567,7 @@ class Machine(RuleBasedStateMachine):
             excused = disk.stuck or guests or disk.limits.rejects or self.is_failing or self.oracle.damaged
             excused = excused or self.just_opened or disk.scan.temporary
             assert disk.used_bytes <= disk.limits.budget_bytes or excused, over_budget(disk)
+        assert not bench.engine.held_checkpoints, "spares leak"
         if cache.ram is not None:
             assert not cache.ram.index._leases, "something is leased"
             assert cache.ram.used_bytes == bench.arena.used_bytes
@@ -562,13 +619,24 @@ class Machine(RuleBasedStateMachine):
         assert ram is not None
         states = states_of(conversation.tokens)
         ends = prefix.cuts(len(conversation.tokens), conversation.frontier or None)
-        for segment in prefix.chain(conversation.root, conversation.tokens, ends):
+        for position, key in ram.index.usable_checkpoints(conversation.serial):
+            held = bytes(ram.payloads(key)[0][0][:CHECKPOINT_HEAD_BYTES])
+            assert held == position.to_bytes(8, "little") + states[position - 1]
+        rows = prefix.chain(conversation.root, conversation.tokens, ends) if self.bench.engine.info.stages else ()
+        for segment in rows:
             (payloads,) = ram.payloads(segment.key)
             body = b"".join(states[segment.start : segment.end])
             assert bytes(payloads[0][BASE_BYTES : BASE_BYTES + len(body)]) == body
 
 
+class CheckpointMachine(Machine):
+    """The same of memory that cannot be cut: what it keeps are rows (if any) and checkpoints, in RAM and on disk."""
+
+    memories = ("checkpoints", "recurrent")
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestMachine.settings = SETTINGS
+TestCheckpointMachine = CheckpointMachine.TestCase
+TestCheckpointMachine.settings = SETTINGS

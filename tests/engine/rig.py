@@ -86,6 +86,10 @@ class Rig:
         self.do(self.client.wait_ready())
         for slot in range(self.info.slots):
             assert self.do(self.client.trim(slot, 0)).held == 0
+        self.free_spans()
+
+    def free_spans(self) -> None:
+        """Free every span that was taken for blocks."""
         for span in self._spans:
             self.arena.free(span)
         self._spans.clear()

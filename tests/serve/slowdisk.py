@@ -36,6 +36,10 @@ class SlowDisk(Disk):
         self._pass("write", path)
         return super().write(path, buffers)
 
+    def write_at(self, path: Path, offset: int, view: memoryview) -> None:
+        self._pass("write", path)
+        super().write_at(path, offset, view)
+
     def read_into(self, path: Path, offset: int, view: memoryview) -> None:
         self._pass("read", path)
         super().read_into(path, offset, view)

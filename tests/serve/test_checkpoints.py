@@ -313,15 +313,14 @@ def test_a_turn_that_ends_while_the_one_before_is_written_keeps_its_checkpoints(
 @every_memory
 def test_without_room_for_checkpoints_the_turn_goes_on(tmp_path: Path, memory: str) -> None:
     async def scenario(bench: Workbench) -> None:
-        assert bench.cache.taker is not None
-        bench.cache.taker._waiting_bytes = 1 << 40
+        bench.free_bytes = None
         await bench.whole(FIRST)
         counts = bench.cache.counters
         assert counts.checkpoints_taken == 0
         assert counts.checkpoints_given_up > 0
         assert positions(bench) == []
         assert counts.deferred == 1
-        bench.cache.taker._waiting_bytes = 0
+        bench.free_bytes = 1 << 50
         # It is tried again when it leaves: the end alone can be had by then.
         await bench.whole(ask(words(7, 900)))
         assert counts.parked_disk == 2

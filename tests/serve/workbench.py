@@ -21,9 +21,9 @@ from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation, HeldSegment
 from strata.cache.put import DiskLimits
-from strata.cache.ram import RamLimits
+from strata.cache.ram import RamLevel, RamLimits
 from strata.cache.system_prompts import LEVEL_NAME, SystemPromptLimits
-from strata.engine.fake import FakeEngine, FakeRun
+from strata.engine.fake import CHECKPOINT_HEAD_BYTES, FakeEngine, FakeRun
 from strata.engine.fake_model import BASE_BYTES, next_state
 from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
@@ -411,6 +411,18 @@ class Workbench:
             self._check_level(disk)
         if self.cache.system_prompts is not None:
             self._check_level(self.cache.system_prompts.disk)
+        if self.cache.ram is not None:
+            self._check_ram(self.cache.ram)
+
+    def _check_ram(self, ram: RamLevel) -> None:
+        """Nothing is leased, and every checkpoint that a conversation names holds the state of its position."""
+        assert not ram.index._leases, "something in RAM is still leased"
+        assert ram.promised_bytes == 0
+        for conversation in ram.index.conversations():
+            states = states_of(conversation.tokens)
+            for position, key in ram.index.usable_checkpoints(conversation.serial):
+                held = bytes(ram.payloads(key)[0][0][:CHECKPOINT_HEAD_BYTES])
+                assert held == position.to_bytes(8, "little") + states[position - 1], f"checkpoint at {position}"
 
     def _check_level(self, disk: DiskLevel) -> None:
         level, index = disk.level, disk.index

@@ -112,6 +112,12 @@ class CrashFS:
         self._directories[path.parent].pending.append(_Change(path.name, _File(data)))
         return len(data)
 
+    def write_at(self, path: Path, offset: int, view: memoryview) -> None:
+        self._step()
+        file = self._file(path)
+        file.data = file.data[:offset].ljust(offset, b"\0") + bytes(view) + file.data[offset + len(view) :]
+        file.synced = False
+
     def fsync(self, path: Path) -> None:
         self._step()
         self._file(path).synced = True

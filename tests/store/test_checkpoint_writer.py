@@ -112,3 +112,76 @@ def test_set_aside(writer, giver) -> None:
     assert writer.quarantine_checkpoint(key).result(WAIT_S) == Quarantined(found=False)
     scan = writer._level.scan(IDENTITY)
     assert (len(scan.bad), [lost.position for lost in scan.lost_checkpoints]) == (1, [100])
+
+
+# ------------------------------------------------------------------------------------------------------ block by block
+
+
+def write_blocks(writer: Writer, ticket: int, header: CheckpointHeader, n: int | None = None) -> list[Written | Failed]:
+    """The outcomes of its first `n` blocks."""
+    views = payloads(header)[:n]
+    jobs = [writer.write_block(ticket, header, i, view) for i, view in enumerate(views)]
+    return [job.result(WAIT_S) for job in jobs]
+
+
+def write_segments_of(writer: Writer, ticket: int) -> None:
+    for segment in ENTRY.segments:
+        for header in plans(ENTRY, segment):
+            writer.write_segment(ticket, header, payloads(header))
+
+
+def test_block_by_block_gives_the_same_file(writer, giver) -> None:
+    write_segments_of(writer, 1)
+    for header in checkpoint_plans(ENTRY):
+        assert write_blocks(writer, 1, header) == [Written(bytes=block.length) for block in header.blocks]
+    assert isinstance(writer.commit(1, ENTRY).result(WAIT_S), Committed)
+    verify(writer._level, ENTRY)
+    for key in ENTRY.checkpoint_keys:
+        path = checkpoint_path(key)
+        assert (writer._level.root / path).read_bytes() == (giver.root / path).read_bytes()
+
+
+def test_a_ticket_takes_over_what_another_one_wrote(writer) -> None:
+    for ticket, header in enumerate(checkpoint_plans(ENTRY), 2):
+        write_blocks(writer, ticket, header)
+    write_segments_of(writer, 1)
+    joined = [writer.join(1, ticket).result(WAIT_S) for ticket in (2, 3)]
+    assert joined == [Written(bytes=entry.file_bytes) for entry in ENTRY.checkpoints]
+    assert isinstance(writer.commit(1, ENTRY).result(WAIT_S), Committed)
+    verify(writer._level, ENTRY)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_that_is_not_whole_costs_itself_alone(writer, n) -> None:
+    first, second = checkpoint_plans(ENTRY)
+    write_segments_of(writer, 1)
+    write_blocks(writer, 2, first, n)
+    write_blocks(writer, 3, second)
+    assert isinstance(writer.join(1, 2).result(WAIT_S), Failed)
+    assert isinstance(writer.join(1, 3).result(WAIT_S), Written)
+    rest = ENTRY.without_checkpoints({100})
+    assert isinstance(writer.commit(1, rest).result(WAIT_S), Committed)
+    verify(writer._level, rest)
+    assert writer._level.scan(IDENTITY).temporary == ()
+
+
+def test_one_that_is_not_whole_is_never_committed(writer) -> None:
+    write_segments_of(writer, 1)
+    for header in checkpoint_plans(ENTRY):
+        write_blocks(writer, 1, header, 1)
+    assert isinstance(writer.commit(1, ENTRY).result(WAIT_S), Failed)
+    scan = writer._level.scan(IDENTITY)
+    assert (scan.manifests, scan.segments, scan.checkpoints, scan.temporary) == ((), {}, {}, ())
+
+
+def test_an_abandoned_one_leaves_nothing(writer) -> None:
+    write_blocks(writer, 2, checkpoint_plans(ENTRY)[0], 2)
+    writer.abandon(2).result(WAIT_S)
+    assert writer._level.scan(IDENTITY).temporary == ()
+
+
+def test_blocks_out_of_order_fail(writer) -> None:
+    header = checkpoint_plans(ENTRY)[0]
+    write_blocks(writer, 2, header, 1)
+    assert isinstance(writer.write_block(2, header, 2, payloads(header)[2]).result(WAIT_S), Failed)
+    assert writer._level.scan(IDENTITY).temporary == ()

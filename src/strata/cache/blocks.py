@@ -27,7 +27,7 @@ class BlockPool:
         self._arena = arena
         self._transient_bytes = transient_bytes
         self._park_bytes = transient_bytes - reserve_bytes
-        self._head_room = head_room
+        self.head_room = head_room
         self._passing: set[Span] = set()  # spans that are not the RAM level's
         self._passing_bytes = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -84,6 +84,14 @@ class BlockPool:
         self._waiters.append(waiter)
         await waiter
 
+    def stay(self, spans: Iterable[Span]) -> None:
+        """Spans that passed through belong to the RAM level from now on."""
+        for span in spans:
+            if span in self._passing:
+                self._passing.remove(span)
+                self._passing_bytes -= span.length
+        self.wake()
+
     def give_back(self, spans: Iterable[Span]) -> None:
         for span in spans:
             if span in self._passing:
@@ -101,7 +109,7 @@ class BlockPool:
 
     def payload(self, span: Span, n_bytes: int) -> memoryview:
         """A captured payload and its padding up to a whole page, which the level zeroes before it writes."""
-        return self._arena.view(span)[self._head_room : self._head_room + pad_to_page(n_bytes)]
+        return self._arena.view(span)[self.head_room : self.head_room + pad_to_page(n_bytes)]
 
     def copy(self, source: Sequence[Span], target: Sequence[Span]) -> None:
         """Copy spans, head room included; on any thread, without the interpreter's lock."""
@@ -110,4 +118,4 @@ class BlockPool:
 
     def place(self, span: Span) -> memoryview:
         """Where the payload of a block is to be read to: everything behind the head room."""
-        return self._arena.view(span)[self._head_room :]
+        return self._arena.view(span)[self.head_room :]

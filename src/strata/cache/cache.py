@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
 from strata.cache.cascade import Archive, Cascade
+from strata.cache.checkpoint_room import CheckpointRoom
 from strata.cache.checkpoints import CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
@@ -30,6 +31,7 @@ from strata.cache.resuming import Resuming
 from strata.cache.spilling import Spiller
 from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
+from strata.cache.streaming import Streaming
 from strata.cache.system_prompts import SystemPromptLimits, SystemPrompts
 from strata.engine.protocol import Engine
 from strata.rules.checkpoints import CheckpointLimits
@@ -104,8 +106,7 @@ class ConversationCache:
             reserve_bytes=min(RESTORE_RESERVE_BYTES, transient // 2),
             head_room=engine.info.head_room,
         )
-        in_ram = limits.ram if engine.info.cuttable else None
-        self.ram = RamLevel(self._pool, in_ram, clock=clock) if in_ram is not None else None
+        self.ram = RamLevel(self._pool, limits.ram, clock=clock) if limits.ram is not None else None
         self._admission = Admission(
             memory=memory,
             floors=limits.floors,
@@ -115,10 +116,10 @@ class ConversationCache:
         )
         self.system_prompts = self._make_system_prompts(system_prompts, clock)
         self.ladder = self._make_ladder(clock)
+        self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
         self._lookup = self._make_lookup()
         self.taker = self._make_taker()
         """Takes checkpoints; None for memory that can be cut."""
-        self.kept = Kept(self.ram, self.disks, counters=self.counters, story=self.story, clock=clock)
         self.live = self.kept.live
         self.spiller = self._make_spiller(clock)
         self._placing = Placing(self._make_desk(clock), self.spiller)
@@ -128,8 +129,8 @@ class ConversationCache:
         """Let the levels ask, and tell, each other."""
         if self.ram is not None:
             self.ram.is_last = not self.disks
-            self.ram.is_durable = lambda entry: self.kept.is_durable(entry.keys)
-            self.ram.is_live = lambda entry: self.kept.is_live(entry.keys)
+            self.ram.is_durable = lambda entry: self.kept.is_durable(entry.whole)
+            self.ram.is_live = lambda entry: self.kept.is_live(entry.whole)
             self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
         if self.write_level is not None:
             self.write_level.on_recorded = self._became_durable
@@ -155,15 +156,20 @@ class ConversationCache:
 
     def _make_taker(self) -> CheckpointTaker | None:
         prompts = self.system_prompts.disk if self.system_prompts is not None else None
-        disk = self.write_level or prompts
-        if self._engine.info.cuttable or disk is None:
+        if self._engine.info.cuttable or (self.ram or self.write_level or prompts) is None:
             return None
+        ram, disk, streaming = self.ram, self.write_level or prompts, None
+        if self.write_level is not None:
+            level = self.write_level
+            streaming = Streaming(engine=self._engine, pool=self._pool, disk=level, counters=self.counters)
         return CheckpointTaker(
             engine=self._engine,
-            pool=self._pool,
+            room=CheckpointRoom(pool=self._pool, ram=ram, disk=disk, admission=self._admission, kept=self.kept),
+            ram=ram,
             disk=disk,
             counters=self.counters,
             limits=self._limits.checkpoints,
+            streaming=streaming,
         )
 
     def _make_ladder(self, clock: Callable[[], float]) -> Ladder:
@@ -221,6 +227,7 @@ class ConversationCache:
             story=self.story,
             clock=clock,
             throttle_s=self._limits.throttle_s,
+            taker=self.taker,
         )
 
     def __repr__(self) -> str:

@@ -137,6 +137,20 @@ class Capturing:
         return ""
 
 
+class RamSource:
+    """Memory for blocks that stay."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def try_take(self, lengths: Lengths) -> Blocks | str | None:
+        spans = self._pool.try_take(tuple(length for row in lengths for length in row), "ram")
+        return "the arena could not grow" if spans is None else rows(spans, len(lengths[0]))
+
+    async def wait(self) -> None:
+        raise AssertionError("memory for RAM is there or not; nothing is waited for")
+
+
 def block_lengths(engine: Engine, n_tokens: int, stages: Sequence[StageShape]) -> tuple[int, ...]:
     """Arena bytes for a block of `n_tokens`, one per stage: head room and padded payload."""
     return tuple(engine.info.head_room + pad_to_page(stage.payload_bytes(n_tokens)) for stage in stages)

@@ -1,82 +1,121 @@
-"""Checkpoints on their way from the engine to disk: captured while a turn runs, written when it is parked.
+"""Checkpoints on their way from the engine to a level: captured while a turn runs, kept when it is parked.
 
-They wait in blocks of the arena, half of what parks may have at most; one for which there is no room is given up, with
-the reason, and its position cannot be resumed later.
+One that goes to RAM is there as soon as it is captured, leased until its park has ended; one that goes to disk waits in
+blocks that pass through, or is written at once. What memory there is decides which (cache/checkpoint_room.py). One that
+can be had nowhere is given up, with the reason, and its position cannot be resumed later.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from strata.cache.blocks import BlockPool
+from strata.cache.checkpoint_room import CheckpointRoom, Room, Through
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
+from strata.cache.ram import RamLevel
+from strata.cache.streaming import Streaming
 from strata.engine.protocol import Engine
 from strata.errors import StrataError
 from strata.rules import prefix
 from strata.rules.checkpoints import CheckpointLimits, kept, root_position, to_take
 from strata.rules.prefix import shared_prefix
 from strata.store.format import CheckpointEntry
-from strata.types import BLOCK_BYTES, Key, Span, Tokens, pad_to_page
+from strata.types import BLOCK_BYTES, Key, Span, Tokens
 
 log = logging.getLogger("strata.cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A checkpoint of `n_bytes` in the arena, one span per block."""
+    """A checkpoint of `n_bytes`: in `room`, or written under `ticket`, or, without either, leased in the RAM level."""
 
+    key: Key
     position: int
     n_bytes: int
-    spans: tuple[Span, ...]
+    room: Room | None = None
+    ticket: int = 0
 
 
 class CheckpointTaker:
-    """Captures checkpoints and keeps them until they are written or given up. Of one engine."""
+    """Captures checkpoints and keeps them until they are parked or given up. Of one engine."""
 
     def __init__(
-        self, *, engine: Engine, pool: BlockPool, disk: DiskLevel, counters: CacheCounters, limits: CheckpointLimits
+        self,
+        *,
+        engine: Engine,
+        room: CheckpointRoom,
+        ram: RamLevel | None,
+        disk: DiskLevel | None,
+        counters: CacheCounters,
+        limits: CheckpointLimits,
+        streaming: Streaming | None,
     ) -> None:
-        """`disk`: the write level."""
-        self._disk = disk
+        """`disk`: the write level; `streaming`: to it."""
         self.limits = limits
+        self.room = room
+        self._ram = ram
+        self._disk = disk
         self._engine = engine
-        self._pool = pool
         self._counters = counters
-        self._waiting_bytes = 0
+        self._streaming = streaming
 
     def __repr__(self) -> str:
-        return f"CheckpointTaker({self.limits}, {self._waiting_bytes} bytes wait)"
+        return f"CheckpointTaker({self.limits}, {self.room!r})"
+
+    # ---------------------------------------------------------------------------------------------------- what to keep
 
     def positions(self, root: Key, tokens: Tokens, held: int) -> tuple[int, ...]:
         """Where to take some while a prompt is read into a slot that holds its first `held` tokens."""
-        openers_at = prefix.opener_positions(tokens, self._engine.info.openers)
-        stored = self._stored(root, tokens)
-        return to_take(len(tokens), openers_at.tolist(), self.limits, held=held, stored=stored)
+        stored = {**self._on_disk(root, tokens), **self._in_ram(root, tokens)}
+        return to_take(len(tokens), self._openers_at(tokens), self.limits, held=held, stored=stored)
 
-    def _stored(self, root: Key, tokens: Tokens) -> dict[int, int]:
-        """Position and payload bytes of what the write level has of `tokens`, or is about to have."""
+    def for_disk(
+        self, root: Key, tokens: Tokens, captured: Sequence[Captured] = (), *, coming: bool = True
+    ) -> tuple[CheckpointEntry, ...]:
+        """Those that a state of `tokens` is to have on the write level: of what is on a level and what was captured.
+
+        `coming`: and of what is on its way there, which may fail.
+        """
+        sizes = {new.position: new.n_bytes for new in captured}
+        sizes |= self._in_ram(root, tokens) | self._on_disk(root, tokens, coming=coming)
+        return tuple(CheckpointEntry(position=at, n_bytes=sizes[at]) for at in self._kept(tokens, sizes))
+
+    def for_ram(self, root: Key, tokens: Tokens) -> tuple[tuple[int, Key], ...]:
+        """Those that a state of `tokens` is to have in RAM, of what is there: position and key."""
+        assert self._ram is not None, "asked for a level that is off"
+        there = {found.position: found.key for found in self._ram.index.checkpoints_along(root, tokens)}
+        return tuple((at, there[at]) for at in self._kept(tokens, there))
+
+    def _kept(self, tokens: Tokens, positions: dict[int, int] | dict[int, Key]) -> tuple[int, ...]:
+        root = root_position(self._openers_at(tokens), self.limits.root)
+        return kept(positions, root=root, keep=self.limits.keep)
+
+    def _openers_at(self, tokens: Tokens) -> list[int]:
+        return [int(at) for at in prefix.opener_positions(tokens, self._engine.info.openers)]
+
+    def _in_ram(self, root: Key, tokens: Tokens) -> dict[int, int]:
+        """Position and payload bytes of what RAM has of `tokens`."""
+        found = self._ram.index.checkpoints_along(root, tokens) if self._ram is not None else ()
+        return {checkpoint.position: checkpoint.n_bytes for checkpoint in found}
+
+    def _on_disk(self, root: Key, tokens: Tokens, *, coming: bool = True) -> dict[int, int]:
+        """The same of the write level, or of what it is about to have."""
+        if self._disk is None:
+            return {}
         stored = {found.position: found.n_bytes for found in self._disk.index.checkpoints_along(root, tokens)}
-        for manifest in self._disk.manifests_under_way:
+        for manifest in self._disk.manifests_under_way if coming else ():
             shared = shared_prefix(manifest.token_ids, tokens) if manifest.root == root else 0
             stored |= {entry.position: entry.n_bytes for entry in manifest.checkpoints if entry.position <= shared}
         return stored
 
-    def entries(self, root: Key, tokens: Tokens, captured: Sequence[Captured]) -> tuple[CheckpointEntry, ...]:
-        """Those that a state of `tokens` is to have on the write level: of what is there and what was captured."""
-        sizes = self._stored(root, tokens)
-        sizes |= {new.position: new.n_bytes for new in captured if new.position not in sizes}
-        openers_at = prefix.opener_positions(tokens, self._engine.info.openers).tolist()
-        stay = kept(sizes, root=root_position(openers_at, self.limits.root), keep=self.limits.keep)
-        return tuple(CheckpointEntry(position=at, n_bytes=sizes[at]) for at in stay)
+    # --------------------------------------------------------------------------------------------------------- capture
 
-    async def hold(self, slot: int, position: int) -> Captured | None:
-        """Capture one of what an idle slot holds, which must be `position`. None: it cannot be had, as is logged."""
-        generation = self._engine.generation
+    async def hold(self, slot: int, root: Key, tokens: Tokens) -> Captured | None:
+        """Capture one of what an idle slot holds, which must be `tokens`. None: it cannot be had, as is logged."""
+        generation, position = self._engine.generation, len(tokens)
         try:
             done = await self._engine.hold(slot)
         except StrataError as error:
@@ -89,53 +128,40 @@ class CheckpointTaker:
             await self.release(done.checkpoint, generation)
             self.given_up(position, f"the slot holds {done.held} tokens by now")
             return None
-        return await self.take(done.checkpoint, position, done.payload_bytes, generation)
+        return await self.take(done.checkpoint, root, tokens, done.payload_bytes, generation)
 
-    async def take(self, checkpoint: int, position: int, n_bytes: int, generation: int) -> Captured | None:
-        """Capture what the engine process `generation` holds as `checkpoint`, and release that.
+    async def take(self, checkpoint: int, root: Key, tokens: Tokens, n_bytes: int, generation: int) -> Captured | None:
+        """Capture what the engine process `generation` holds as `checkpoint` behind `tokens`, and release that.
 
         None: it was given up, as is logged.
         """
-        room = self._engine.info.head_room
-        lengths = tuple(room + pad_to_page(min(BLOCK_BYTES, n_bytes - at)) for at in range(0, n_bytes, BLOCK_BYTES))
-        fits = self._waiting_bytes + sum(lengths) <= self._pool.park_bytes // 2
-        spans = self._pool.try_take(lengths, "park") if fits else None
-        if spans is None:
-            await self.release(checkpoint, generation)
-            self.given_up(position, f"there is no room for its {n_bytes} bytes")
-            return None
-        captured = Captured(position=position, n_bytes=n_bytes, spans=spans)
-        self._waiting_bytes += _arena_bytes(captured)
-        reason = await self._capture(checkpoint, spans, generation)
+        path = self._ram.index.lookup(root, tokens).path if self._ram is not None else ()
+        room = self.room.take(n_bytes, frozenset(held.key for held in path))
+        key = prefix.checkpoint_key(root, tokens, len(tokens))
+        captured = Captured(key=key, position=len(tokens), n_bytes=n_bytes)
+        reason = room if isinstance(room, str) else ""
+        if isinstance(room, Room):
+            reason = await self._capture(checkpoint, room, generation)
+            captured = replace(captured, room=room)
+        elif isinstance(room, Through) and self._streaming is not None:
+            ticket = await self._streaming.run(checkpoint, key, len(tokens), n_bytes, generation)
+            reason, captured = (ticket, captured) if isinstance(ticket, str) else ("", replace(captured, ticket=ticket))
         await self.release(checkpoint, generation)
         if reason:
-            self.give_back(captured)
-            self.given_up(position, reason)
+            self.given_up(len(tokens), reason)
             return None
         self._counters.checkpoints_taken += 1
         self._counters.captured_bytes += n_bytes
-        return captured
+        return self.into_ram(captured, root, tokens) if isinstance(room, Room) and room.stays else captured
 
-    async def copy(self, captured: Captured) -> Captured | None:
-        """The same once more, for another level; its blocks belong to the caller. None: there is no room for it."""
-        spans = self._pool.try_take(tuple(span.length for span in captured.spans), "park")
-        if spans is None:
-            return None
-        await asyncio.to_thread(self._pool.copy, captured.spans, spans)
-        return replace(captured, spans=spans)
+    async def _capture(self, checkpoint: int, room: Room, generation: int) -> str:
+        """Why that failed, and then the memory is given back; empty when it did not."""
+        reason = await self._capture_into(checkpoint, room.spans, generation)
+        if reason:
+            self.room.give_back(room)
+        return reason
 
-    async def put_back(self, slot: int, captured: Captured) -> int:
-        """Bring a slot, which still holds its rows, back to a captured checkpoint; the positions it holds then."""
-        for i, span in enumerate(captured.spans):
-            done = await self._engine.apply_checkpoint(
-                slot, position=captured.position, offset=i * BLOCK_BYTES, total=captured.n_bytes, span=span
-            )
-            if not done.ok:
-                break
-        return done.held
-
-    async def _capture(self, checkpoint: int, spans: Sequence[Span], generation: int) -> str:
-        """Why that failed; empty when it did not."""
+    async def _capture_into(self, checkpoint: int, spans: Sequence[Span], generation: int) -> str:
         try:
             for i, span in enumerate(spans):
                 if self._engine.generation != generation:
@@ -147,6 +173,43 @@ class CheckpointTaker:
         except StrataError as error:
             return error.message
         return ""
+
+    def into_ram(self, captured: Captured, root: Key, tokens: Tokens) -> Captured:
+        """Let the RAM level have one of `tokens`, leased."""
+        assert self._ram is not None, "memory of a RAM level that is off"
+        room = captured.room
+        if room is None:
+            return captured
+        self.room.to_ram(room)
+        place = prefix.checkpoint_place(root, tokens, captured.position)
+        self._ram.add_checkpoint(captured.key, place, captured.n_bytes, room.spans)
+        self._ram.lease([captured.key])
+        return replace(captured, room=None)
+
+    def _spans(self, captured: Captured) -> tuple[Span, ...]:
+        """Where one lies that was not streamed."""
+        if captured.room is not None:
+            return captured.room.spans
+        assert self._ram is not None, "held by a RAM level that is off"
+        return tuple(row[0] for row in self._ram.blocks(captured.key))
+
+    async def copy(self, captured: Captured) -> Captured | None:
+        """The same once more, for another level; its blocks belong to the caller.
+
+        None: there is no room for it, or it went to disk and is not in memory any more.
+        """
+        room = None if captured.ticket else await self.room.copy(self._spans(captured))
+        return None if room is None else replace(captured, room=room)
+
+    async def put_back(self, slot: int, captured: Captured) -> int:
+        """Bring a slot, which still holds its rows, back to a captured checkpoint; the positions it holds then."""
+        for i, span in enumerate(self._spans(captured)):
+            done = await self._engine.apply_checkpoint(
+                slot, position=captured.position, offset=i * BLOCK_BYTES, total=captured.n_bytes, span=span
+            )
+            if not done.ok:
+                break
+        return done.held
 
     async def release(self, checkpoint: int, generation: int) -> None:
         """Give the spare of that engine process back; one that is gone has none."""
@@ -160,46 +223,11 @@ class CheckpointTaker:
         self._counters.checkpoints_given_up += 1
         log.warning("no checkpoint at %d tokens, which cannot be resumed later: %s", position, reason)
 
-    def handed_on(self, captured: Captured) -> None:
-        """Its blocks belong to somebody else from now on."""
-        self._waiting_bytes -= _arena_bytes(captured)
-
     def give_back(self, captured: Captured) -> None:
-        """It will not be written."""
-        self.handed_on(captured)
-        self._pool.give_back(captured.spans)
-
-
-class ParkCheckpoints:
-    """The checkpoints of one park: those captured during its turn, until the writer has them or they are given up."""
-
-    def __init__(self, taker: CheckpointTaker, captured: Sequence[Captured]) -> None:
-        self._taker = taker
-        self._captured = {one.position: one for one in captured}
-
-    async def complete(self, slot: int, position: int) -> None:
-        """Without one of the end, take it now: the slot is idle still."""
-        if position not in self._captured:
-            end = await self._taker.hold(slot, position)
-            self._captured |= {position: end} if end is not None else {}
-
-    def entries(self, root: Key, tokens: Tokens) -> tuple[CheckpointEntry, ...]:
-        """Those that the manifest is to name."""
-        return self._taker.entries(root, tokens, tuple(self._captured.values()))
-
-    def hand_over(self, named: Mapping[int, Key], missing: Collection[Key]) -> Iterator[tuple[Key, Captured]]:
-        """What is to be written; it belongs to the caller. `named`: key by position."""
-        for position, key in named.items():
-            if key in missing and position in self._captured:
-                captured = self._captured.pop(position)
-                self._taker.handed_on(captured)
-                yield key, captured
-
-    def give_back(self) -> None:
-        """What was not handed over is not needed."""
-        while self._captured:
-            self._taker.give_back(self._captured.popitem()[1])
-
-
-def _arena_bytes(captured: Captured) -> int:
-    return sum(span.length for span in captured.spans)
+        """Nobody needs it for a park any more; RAM keeps it if a conversation there names it."""
+        if captured.room is not None:
+            self.room.give_back(captured.room)
+        elif captured.ticket and self._streaming is not None:
+            self._streaming.give_up(captured.ticket)
+        elif self._ram is not None:
+            self._ram.release([captured.key])

@@ -110,18 +110,18 @@ class DiskLevel:
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0) -> Put:
+    def begin_put(self, manifest: Manifest, *, whole: bool, born: int = 0, written: Collection[Key] = ()) -> Put:
         """Announce a write: what it names is leased, and room is made. `finish_put` must follow.
 
-        `Put.missing`: keys of segments and checkpoints alike, but for what has no file. `born`: see Conversation.
+        `Put.missing`: segments and checkpoints alike, but for what has no file. `written`: under another ticket.
         """
         sizes = manifest.objects
         missing = frozenset(k for k, n in sizes.items() if n and not (k in self._coming or self.index.holds(k)))
-        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing}
+        unwritten = {key: n_bytes for key, n_bytes in sizes.items() if key in missing and key not in written}
         too_large = sum(sizes.values()) > self.limits.budget_bytes and not self.limits.rejects
         put = Put(
             manifest=manifest,
-            ticket=self._next_ticket(),
+            ticket=self.next_ticket(),
             missing=missing,
             whole=whole,
             born=born,
@@ -138,7 +138,7 @@ class DiskLevel:
         self._puts.add(put)
         return put
 
-    def _next_ticket(self) -> int:
+    def next_ticket(self) -> int:
         if not self._tickets:
             self.writer.remove_files(self.scan.temporary)
         self._tickets += 1
@@ -225,7 +225,7 @@ class DiskLevel:
     async def put_ids(self, manifest: Manifest) -> str:
         """Keep a manifest without its segments; why that failed, or an empty text."""
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
-        committed = await asyncio.wrap_future(self.writer.commit(self._next_ticket(), manifest, ids_only=True))
+        committed = await asyncio.wrap_future(self.writer.commit(self.next_ticket(), manifest, ids_only=True))
         self.note_disk()
         if not isinstance(committed, Committed):
             return committed.reason

@@ -57,6 +57,11 @@ class Conversation:
         """All that it keeps on the level: segments, then checkpoints."""
         return (*self.keys, *(key for _, key in self.checkpoints))
 
+    @property
+    def whole(self) -> tuple[Key, ...]:
+        """What must be on a level that is to stand in for this one: the segments, and the deepest checkpoint."""
+        return (*self.keys, *(key for _, key in self.checkpoints[-1:]))
+
     def is_continued_by(self, tokens: Tokens) -> bool:
         """Whether `tokens` contain all of it up to its frontier, which is what a client sends back unchanged."""
         upto = self.frontier or len(self.tokens)

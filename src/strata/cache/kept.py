@@ -30,7 +30,7 @@ class Kept:
         clock: Callable[[], float],
     ) -> None:
         self.live: dict[int, tuple[Key, ...]] = {}
-        """Per slot, the segments of the state that was parked last and still lies in it."""
+        """Per slot, the segments of the state that was parked last and still lies in it, and its last checkpoint."""
         self._ram = ram
         self._disks = tuple(disks)
         self._counters = counters
@@ -41,7 +41,10 @@ class Kept:
         return f"Kept({self._ram!r}, {list(self._disks)!r})"
 
     def anywhere(self, keys: Sequence[Key]) -> bool:
-        """Whether a state that ends with this chain of segments lies outside the engine, whole."""
+        """Whether a state that ends with this chain of segments lies outside the engine, whole.
+
+        Behind the segments, checkpoints that must be there too.
+        """
         return self.is_durable(keys) or (self._ram is not None and self._ram.index.stores(keys))
 
     def is_durable(self, keys: Sequence[Key]) -> bool:
@@ -57,7 +60,7 @@ class Kept:
         if self._ram is None:
             return []
         owed = (c for c in self._ram.index.conversations() if c.serial not in self._ram.provisional)
-        return sorted((c for c in owed if not self.is_durable(c.keys)), key=lambda c: (c.stamp_s, c.serial))
+        return sorted((c for c in owed if not self.is_durable(c.whole)), key=lambda c: (c.stamp_s, c.serial))
 
     def evict(self, plan: Eviction) -> int:
         """Drop RAM conversations; how many."""
@@ -67,9 +70,9 @@ class Kept:
             gone = self._ram.index.conversation(serial)
             if serial in self._ram.provisional:
                 verb, why = "drop", "nothing was owed to a cancelled request"
-            elif self.is_durable(gone.keys):
+            elif self.is_durable(gone.whole):
                 verb, why = "drop", "its copy on disk stays"
-            elif self.is_live(gone.keys):
+            elif self.is_live(gone.whole):
                 verb, why = "drop", "it is in its slot still"
             else:
                 verb, why = "delete", "the oldest of a level over its budget"

@@ -47,6 +47,14 @@ class Found:
     def upto(self) -> int:
         return self.match.upto
 
+    def level_of_checkpoint(self, ram: RamLevel | None) -> RamLevel | DiskLevel:
+        """Where its checkpoint is to come from: RAM, if that has it too."""
+        assert self.match.checkpoint is not None, "memory that can be cut needs none"
+        if self.disk is not None and (ram is None or not ram.index.holds(self.match.checkpoint.key)):
+            return self.disk
+        assert ram is not None, "found in a RAM level that is off"
+        return ram
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
@@ -143,9 +151,9 @@ class Ladder:
         """Whether to restore `found` into a slot that holds [0, held). If reading is cheaper: counted and told."""
         plan = self._plan_of(found)
         bytes_by_level = self._bytes(plan, held)
-        if found.disk is not None and found.match.checkpoint is not None:
-            name, n_bytes = found.disk.name, found.match.checkpoint.n_bytes
-            bytes_by_level[name] = bytes_by_level.get(name, 0) + n_bytes
+        if found.match.checkpoint is not None:
+            level = found.level_of_checkpoint(self._ram)
+            bytes_by_level[level.name] = bytes_by_level.get(level.name, 0) + found.match.checkpoint.n_bytes
         verdict = self.costs.verdict(plan.upto - held, bytes_by_level)
         if not verdict.pays:
             self._counters.not_worth_it += 1
@@ -345,7 +353,7 @@ class Ladder:
     def _leased(self, found: Found, plan: Plan, *more: Key) -> Iterator[None]:
         """Nothing of the plan, nor what `more` names, leaves its level meanwhile."""
         keys = [*(planned.held.key for planned in plan.path), *more]
-        disks = {id(planned.disk): planned.disk for planned in plan.path if planned.disk is not None}
+        disks = {id(disk): disk for disk in (found.disk, *(planned.disk for planned in plan.path)) if disk is not None}
         levels = [level for level in (self._ram, *disks.values()) if level is not None]
         for level in levels:
             level.index.lease(keys)

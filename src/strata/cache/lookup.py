@@ -80,7 +80,8 @@ class Lookup:
 
     def deepest(self, root: Key, tokens: Tokens) -> Found | None:
         """Of memory that cannot be cut: what a slot that holds all of `tokens` but the last can be brought back to."""
-        found = (self._found(root, tokens, disk) for disk in self._disks)
+        levels = [None, *self._disks] if self._ram is not None else list(self._disks)
+        found = (self._found(root, tokens, disk) for disk in levels)
         best = max(found, key=lambda one: one.upto, default=None)
         return best if best is not None and best.upto else None
 

@@ -15,11 +15,12 @@ from typing import Protocol
 
 from strata.cache.admission import Admission
 from strata.cache.blocks import BlockPool
-from strata.cache.capturing import Capturing, Lengths, payload_lengths, rows, segment_lengths
-from strata.cache.checkpoints import Captured, CheckpointTaker, ParkCheckpoints
+from strata.cache.capturing import Capturing, Lengths, RamSource, payload_lengths, rows
+from strata.cache.checkpoints import Captured, CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.kept import Kept
+from strata.cache.parking_checkpoints import ParkingCheckpoints
 from strata.cache.put import PutOutcome
 from strata.cache.ram import Blocks, RamLevel
 from strata.cache.spilling import Spiller
@@ -89,13 +90,22 @@ class Parking:
     """A park on its way. Made by `ConversationCache.begin_park`; `run` must follow."""
 
     def __init__(
-        self, job: ParkJob, segments: tuple[Segment, ...], facts: ParkFacts, placed: Placement, desk: Desk, *, born: int
+        self,
+        job: ParkJob,
+        segments: tuple[Segment, ...],
+        whole: tuple[Key, ...],
+        facts: ParkFacts,
+        placed: Placement,
+        desk: Desk,
+        *,
+        born: int,
     ) -> None:
-        """`born`: see Conversation."""
+        """`whole`, `born`: see Conversation."""
         self.job = job
         self._born = born
         self._segments = segments
         self._keys = tuple(segment.key for segment in segments)
+        self._whole = whole
         self._facts = facts
         self._placed = placed
         self._desk = desk
@@ -103,7 +113,9 @@ class Parking:
         self._captured = asyncio.Event()
         self._promised_bytes = self._promised = 0
         self._writing: PutWriter | None = None
-        self._checkpoints = ParkCheckpoints(desk.taker, job.checkpoints) if desk.taker is not None else None
+        self._checkpoints: ParkingCheckpoints | None = None
+        if desk.taker is not None:
+            self._checkpoints = ParkingCheckpoints(desk.taker, desk.ram, job.checkpoints, job.root, job.tokens)
         self.wanted = False
         if desk.ram is not None:
             desk.ram.lease(self._keys)
@@ -133,11 +145,12 @@ class Parking:
         try:
             if self._placed.destination is Destination.RAM:
                 if await self._into_ram():
-                    return True
+                    return self._checkpoints is None or self._checkpoints.has_end
                 if not self._goes_to_disk():
                     self.give_up(self._capturing.stop_reason)
                     return False
-                self._begin_put()
+                if self._checkpoints is None:
+                    self._begin_put()
             if self._checkpoints is not None and not await self._begin_with(self._checkpoints):
                 return False
             return await self._onto_disk()
@@ -164,9 +177,12 @@ class Parking:
         """False, and placed anew, when the memory was not there in the end."""
         desk, ram, job = self._desk, self._desk.ram, self.job
         assert ram is not None, "placed in RAM without a RAM level"
-        missing = [segment for segment in self._segments if not ram.index.holds(segment.key)]
-        done = await self._capturing.run(missing, RamSource(desk.pool), self._keep)
-        if done < len(missing) or not all(ram.index.holds(key) for key in self._keys):
+        checkpoints: tuple[tuple[int, Key], ...] = ()
+        if self._checkpoints is not None:
+            passing_bytes = self._checkpoints.passing_bytes
+            checkpoints = await self._checkpoints.into_ram(job.slot)
+            self._promise(-min(self._promised_bytes, passing_bytes - self._checkpoints.passing_bytes))
+        if not await self._rows_into_ram(ram) or not (checkpoints or desk.taker is None):
             self._placed = allocation_failed(self._facts, self._placed)
             return False
         self._captured.set()
@@ -177,7 +193,7 @@ class Parking:
             fits_budget=True,
             disk_usable=self._facts.disk_usable,
             provisional=job.provisional,
-            durable_below=desk.kept.anywhere(self._keys),
+            durable_below=desk.kept.anywhere(self._whole),
             mirror_parks=desk.mirror,
         )
         placed = after_capture(staying)
@@ -194,6 +210,7 @@ class Parking:
             job.conversation,
             self._keys,
             born=self._born,
+            checkpoints=checkpoints,
             provisional=job.provisional,
         )
         desk.counters.ram_superseded += len(old)
@@ -204,6 +221,16 @@ class Parking:
         if desk.spiller is not None and not job.provisional:
             desk.spiller.offer(entry.serial, instead_of=old)
         return True
+
+    async def _rows_into_ram(self, ram: RamLevel) -> bool:
+        """Capture the segments that RAM lacks; those of memory without rows have nothing to capture."""
+        missing = [segment for segment in self._segments if not ram.index.holds(segment.key)]
+        if not self._desk.engine.info.stages:
+            for segment in missing:
+                self._keep(segment, ())
+            return True
+        done = await self._capturing.run(missing, RamSource(self._desk.pool), self._keep)
+        return done == len(missing) and all(map(ram.index.holds, self._keys))
 
     def _keep(self, segment: Segment, blocks: Blocks) -> None:
         ram = self._desk.ram
@@ -226,13 +253,14 @@ class Parking:
             segments=self._segments,
             checkpoints=checkpoints,
         )
-        put = desk.disk.begin_put(manifest, whole=False, born=self._born)
+        written = {one.key for one in job.checkpoints if one.ticket}
+        put = desk.disk.begin_put(manifest, whole=False, born=self._born, written=written)
         self._writing = PutWriter(put, disk=desk.disk, engine=desk.engine, pool=desk.pool)
 
-    async def _begin_with(self, checkpoints: ParkCheckpoints) -> bool:
+    async def _begin_with(self, checkpoints: ParkingCheckpoints) -> bool:
         """Begin the put once its last checkpoint is there; False when it has none and cannot be resumed anywhere."""
-        await checkpoints.complete(self.job.slot, len(self.job.tokens))
-        entries = checkpoints.entries(self.job.root, self.job.tokens)
+        await checkpoints.complete(self.job.slot)
+        entries = checkpoints.for_disk()
         if not entries:
             self.give_up("no checkpoint of it could be taken")
             return False
@@ -252,17 +280,15 @@ class Parking:
                 await writing.drained()
             outcome = await desk.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
         self._account(outcome)
-        return outcome.durable.issuperset(self._keys) and not outcome.reason
+        return outcome.durable.issuperset(self._whole) and not outcome.reason
 
     async def _write_missing(self, writing: PutWriter) -> int:
         """Hand the missing segments to the writer; how many of all segments it has or had."""
         desk, ram, missing = self._desk, self._desk.ram, writing.put.missing
         if self._checkpoints is not None:
-            manifest = writing.put.manifest
-            named = zip((c.position for c in manifest.checkpoints), manifest.checkpoint_keys, strict=True)
-            for key, checkpoint in self._checkpoints.hand_over(dict(named), missing):
-                writing.write_checkpoint(key, checkpoint)
-            self._checkpoints.give_back()
+            for key in self._checkpoints.hand_over(writing):
+                assert ram is not None, "held by a RAM level that is off"
+                await writing.checkpoint_from_ram(key, ram)
         to_capture = [s for s in self._segments if s.key in missing and not (ram and ram.index.holds(s.key))]
         n_captured = await self._capturing.run(to_capture, DiskSource(desk.pool, self, writing), writing.from_capture)
         self._captured.set()
@@ -279,7 +305,7 @@ class Parking:
         assert desk.disk is not None, "placed on disk without a disk level"
         if not outcome.durable:
             desk.counters.refused += 1
-            facts = replace(self._facts, durable_below=desk.kept.anywhere(self._keys))
+            facts = replace(self._facts, durable_below=desk.kept.anywhere(self._whole))
             self._placed = writer_refused(facts, placed)
             self.give_up(outcome.reason)
             return
@@ -329,20 +355,6 @@ def give_up(desk: Desk, job: ParkJob, placed: Placement, reason: str = "", *, ev
     desk.tell(job, "discard", f"{n_tokens} tokens: {reason or placed.reason}")
 
 
-class RamSource:
-    """Memory for blocks that stay."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def try_take(self, lengths: Lengths) -> Blocks | str | None:
-        spans = self._pool.try_take(tuple(length for row in lengths for length in row), "ram")
-        return "the arena could not grow" if spans is None else rows(spans, len(lengths[0]))
-
-    async def wait(self) -> None:
-        raise AssertionError("memory for RAM is there or not; nothing is waited for")
-
-
 class Giver(Protocol):
     """Who captures from a slot. `wanted`: the slot is about to hold something else."""
 
@@ -381,11 +393,3 @@ class DiskSource:
     async def wait(self) -> None:
         """A block comes back with every write that ends."""
         await self._pool.returned()
-
-
-def transient_need_bytes(
-    engine: Engine, pool: BlockPool, segments: tuple[Segment, ...], missing: frozenset[Key]
-) -> int:
-    """Arena bytes that a park of these segments to disk holds at once."""
-    sizes = [sum(map(sum, segment_lengths(engine, s))) for s in segments if s.key in missing]
-    return min(sum(sizes), MOST_QUEUED_BYTES + max(sizes, default=0), pool.park_bytes)

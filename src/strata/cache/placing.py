@@ -6,14 +6,13 @@ The decision itself is rules/placement.py; what a park does then is parking.py.
 from __future__ import annotations
 
 from strata.cache.capturing import segment_lengths
-from strata.cache.parking import Desk, Parking, ParkJob, give_up, transient_need_bytes
+from strata.cache.parking import Desk, Parking, ParkJob, give_up
 from strata.cache.spilling import Spiller
+from strata.cache.writing import transient_need_bytes
 from strata.rules import prefix
-from strata.rules.eviction import Eviction
+from strata.rules.eviction import NOTHING_TO_EVICT, Eviction
 from strata.rules.placement import Destination, ParkFacts, place_park
 from strata.types import Key, Segment
-
-NOTHING_TO_EVICT = Eviction(serials=(), keys=(), loose=(), freed_bytes=0, short_bytes=0)
 
 
 class Placing:
@@ -32,14 +31,19 @@ class Placing:
         desk = self._desk
         segments = prefix.chain(job.root, job.tokens, prefix.cuts(len(job.tokens), job.frontier))
         keys = tuple(segment.key for segment in segments)
+        whole, coming = keys, keys
+        if keys and desk.taker is not None:
+            whole = (*keys, prefix.checkpoint_key(job.root, job.tokens, len(job.tokens)))
+            there = desk.ram.index.checkpoints_along(job.root, job.tokens) if desk.ram is not None else ()
+            coming = (*keys, *(checkpoint.key for checkpoint in there))
         if keys:
-            desk.kept.live[job.slot] = keys
-        if not keys or self._is_kept_already(job, keys):
+            desk.kept.live[job.slot] = whole
+        if not keys or self._is_kept_already(job, whole):
             desk.counters.skipped += 1
             return None
         self._begun += 1
-        refusal = self._refusal(segments)
-        facts, room = self._facts(job, segments, keys, refused=bool(refusal))
+        refusal = self._refusal(job, segments)
+        facts, room = self._facts(job, segments, whole, coming, refused=bool(refusal))
         placed = place_park(facts)
         if placed.destination in (Destination.DISCARD, Destination.DROP):
             if refusal and placed.destination is Destination.DISCARD and desk.disk is not None:
@@ -52,18 +56,16 @@ class Placing:
             desk.kept.evict(room)
             freed_bytes = room.freed_bytes
         if placed.evict_bytes > freed_bytes and desk.ram is not None:
-            desk.kept.evict(desk.ram.plan_to_free(placed.evict_bytes - freed_bytes, keys))
+            desk.kept.evict(desk.ram.plan_to_free(placed.evict_bytes - freed_bytes, coming))
         if placed.destination is not Destination.RAM and self._spiller is not None:
             self._spiller.offer_oldest(desk.kept.only_in_ram(), facts.ram_need_bytes)
-        return Parking(job, segments, facts, placed, desk, born=self._begun)
+        return Parking(job, segments, whole, facts, placed, desk, born=self._begun)
 
     def _is_kept_already(self, job: ParkJob, keys: tuple[Key, ...]) -> bool:
         """Nothing new since the last durable copy; or RAM has it, and it is written from there."""
         desk = self._desk
         if desk.disk is not None and desk.disk.index.stores(keys):
-            if desk.taker is None:
-                return True
-            return desk.disk.index.holds(prefix.checkpoint_key(job.root, job.tokens, len(job.tokens)))
+            return True
         if desk.ram is None or not desk.ram.index.stores(keys):
             return False
         promoted = None if job.provisional else desk.ram.promote(keys)
@@ -72,20 +74,29 @@ class Placing:
         return True
 
     def _facts(
-        self, job: ParkJob, segments: tuple[Segment, ...], keys: tuple[Key, ...], *, refused: bool
+        self,
+        job: ParkJob,
+        segments: tuple[Segment, ...],
+        whole: tuple[Key, ...],
+        coming: tuple[Key, ...],
+        *,
+        refused: bool,
     ) -> tuple[ParkFacts, Eviction]:
-        desk = self._desk
+        """`coming`: what it will name in RAM. A checkpoint of its end is admitted by itself, once its size is known."""
+        desk, keys = self._desk, tuple(segment.key for segment in segments)
         ram, disk = desk.ram, desk.disk
         sizes = {s.key: sum(map(sum, segment_lengths(desk.engine, s))) for s in segments}
         ram_need = sum(n for key, n in sizes.items() if ram is None or not ram.index.holds(key))
+        ram_need += sum(one.room.arena_bytes for one in job.checkpoints if one.room is not None)
         to_write = frozenset(key for key in keys if disk is None or not disk.index.holds(key))
         room, fits, evictable_bytes = NOTHING_TO_EVICT, False, 0
         if ram is not None:
             old = ram.superseded_by(
                 job.conversation, job.root, job.tokens, born=self._begun, provisional=job.provisional
             )
-            room = ram.room_for(ram_need, keys, supersedes=old, provisional=job.provisional)
-            fits, evictable_bytes = ram.fits(room, supersedes=old), ram.evictable_bytes(keys)
+            room = ram.room_for(ram_need, coming, supersedes=old, provisional=job.provisional)
+            fits, evictable_bytes = ram.fits(room, supersedes=old), ram.evictable_bytes(coming)
+        fits = fits and not any(one.ticket for one in job.checkpoints)  # some of it is on disk already
         facts = desk.admission.facts(
             ram_need_bytes=ram_need,
             transient_need_bytes=transient_need_bytes(desk.engine, desk.pool, segments, to_write),
@@ -93,15 +104,16 @@ class Placing:
             fits_budget=fits,
             disk_usable=disk is not None and (disk.usable or ram is None) and not refused,
             provisional=job.provisional,
-            durable_below=desk.kept.anywhere(keys),
+            durable_below=desk.kept.anywhere(whole),
             mirror_parks=desk.mirror,
         )
         return facts, room
 
-    def _refusal(self, segments: tuple[Segment, ...]) -> str:
+    def _refusal(self, job: ParkJob, segments: tuple[Segment, ...]) -> str:
         """Why the write level does not take them."""
         desk, disk = self._desk, self._desk.disk
         if disk is None or not disk.limits.rejects:
             return ""
         missing = (s for s in segments if not disk.index.holds(s.key))
-        return disk.refuses(sum(sum(map(sum, segment_lengths(desk.engine, s))) for s in missing))
+        rows = sum(sum(map(sum, segment_lengths(desk.engine, s))) for s in missing)
+        return disk.refuses(rows + sum(one.n_bytes for one in job.checkpoints if not disk.index.holds(one.key)))

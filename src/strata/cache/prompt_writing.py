@@ -80,13 +80,13 @@ class PromptWriting:
 
     def _hand_over_checkpoint(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
-        if checkpoint is None:
+        if checkpoint is None or checkpoint.room is None:
             return
         (key,) = self._put.manifest.checkpoint_keys
         if key in self._put.missing:
-            self._writing.write_checkpoint(key, checkpoint)
+            self._writing.write_checkpoint(key, checkpoint.position, checkpoint.n_bytes, checkpoint.room.spans)
         else:
-            self._pool.give_back(checkpoint.spans)
+            self._pool.give_back(checkpoint.room.spans)
 
     async def _write_rows(self) -> int:
         """How many of the segments are written or were there."""

@@ -1,4 +1,6 @@
-"""The RAM level: segments in the arena, shared between conversations, with a budget and a most number of conversations.
+"""The RAM level: what conversations are made of, in the arena, shared between them; a budget and a most number of them.
+
+Segments, and checkpoints of memory that cannot be cut, whose blocks lie there like those of a segment of one stage.
 
 Belongs to the event loop. The blocks lie in shared memory of the front process, so they outlive the engine process.
 Each block gets a digest when it arrives, on threads of its own, and is checked against it before it is used again: the
@@ -19,10 +21,10 @@ from strata.cache.entries import Conversation
 from strata.cache.state import LevelIndex
 from strata.rules.eviction import Eviction
 from strata.store.hashing import Hasher
-from strata.types import Key, Segment, Span, StageShape, Tokens
+from strata.types import BLOCK_BYTES, Key, Segment, Span, StageShape, Tokens
 
 Blocks = tuple[tuple[Span, ...], ...]
-"""The blocks of a segment in the arena: [block][stage]."""
+"""The blocks of a segment or checkpoint in the arena: [block][stage]."""
 Payloads = tuple[tuple[memoryview, ...], ...]
 """The payloads of the blocks, in the same order."""
 
@@ -108,6 +110,16 @@ class RamLevel:
         """What could be given back at once without `keys`: what is safe elsewhere; all when this is the last level."""
         return self.plan_to_free(1 << 62, keys).freed_bytes
 
+    def room_for_bytes(self, need_bytes: int, keys: Collection[Key]) -> Eviction:
+        """What must go so that so many bytes fit the budget, of whichever conversation; not what `keys` name."""
+        return self.index.plan_eviction(
+            used_bytes=self._used_bytes + self._promised_bytes,
+            need_bytes=need_bytes,
+            budget_bytes=self.limits.budget_bytes,
+            coming=keys,
+            rank=self._rank,
+        )
+
     def room_for(
         self, need_bytes: int, keys: Sequence[Key], *, supersedes: Collection[int], provisional: bool
     ) -> Eviction:
@@ -177,7 +189,23 @@ class RamLevel:
             for spans in blocks:
                 self._pool.give_back(spans)
             return
-        self._retire(segment.key)
+        self.index.add_segment(segment, tokens, self._hold(segment.key, blocks, payload_bytes), stages)
+
+    def add_checkpoint(self, key: Key, place: tuple[Key, int], n_bytes: int, spans: Sequence[Span]) -> None:
+        """Keep a captured checkpoint of `n_bytes`, a span per block, which the caller leases after this.
+
+        `place`: see rules.prefix.checkpoint_place.
+        """
+        if self.index.holds(key):
+            self._pool.give_back(spans)
+            return
+        sizes = [[min(BLOCK_BYTES, n_bytes - at)] for at in range(0, n_bytes, BLOCK_BYTES)]
+        arena_bytes = self._hold(key, tuple((span,) for span in spans), sizes)
+        self.index.add_checkpoint(key, arena_bytes, n_bytes=n_bytes, place=place)
+
+    def _hold(self, key: Key, blocks: Blocks, payload_bytes: Sequence[Sequence[int]]) -> int:
+        """Have the blocks hashed, and own them; what they take in the arena."""
+        self._retire(key)
         payloads = tuple(
             tuple(self._pool.payload(span, n) for span, n in zip(spans, sizes, strict=True))
             for spans, sizes in zip(blocks, payload_bytes, strict=True)
@@ -189,9 +217,9 @@ class RamLevel:
         ]
         n_bytes = sum(span.length for spans in blocks for span in spans)
         digests = self._hasher.digests(views)
-        self._held[segment.key] = _Held(blocks=blocks, payloads=payloads, digests=digests)
+        self._held[key] = _Held(blocks=blocks, payloads=payloads, digests=digests)
         self._used_bytes += n_bytes
-        self.index.add_segment(segment, tokens, n_bytes, stages)
+        return n_bytes
 
     def add_conversation(
         self,
@@ -202,9 +230,12 @@ class RamLevel:
         keys: tuple[Key, ...],
         *,
         born: int,
+        checkpoints: tuple[tuple[int, Key], ...] = (),
         provisional: bool = False,
     ) -> tuple[Conversation, tuple[int, ...]]:
-        """Keep a conversation whose segments are all here; also the serials of those it superseded, which are gone.
+        """Keep a conversation that is all here; also the serials of those it superseded, which are gone.
+
+        `checkpoints`: position and key, ascending.
 
         It is among them when a later state of it came first.
         """
@@ -219,6 +250,7 @@ class RamLevel:
             manifest_bytes=0,
             stamp_s=self._clock(),
             born=born,
+            checkpoints=checkpoints,
         )
         old = self.superseded_by(conversation, root, tokens, born=born, provisional=provisional)
         if provisional:
@@ -251,7 +283,7 @@ class RamLevel:
             wrong.append("the segments that are held differ from the index")
         if not self.provisional <= {c.serial for c in self.index.conversations()}:
             wrong.append("a provisional conversation is not in the index")
-        if any(key not in self._held for c in self.index.conversations() for key in c.keys):
+        if any(key not in self._held for c in self.index.conversations() for key in c.objects):
             wrong.append("a conversation names a segment that is not held")
         if self._used_bytes > self.limits.budget_bytes or len(self.index.conversations()) > self.limits.most:
             wrong.append(f"{self._used_bytes} bytes used and {len(self.index.conversations())} kept, over the limits")

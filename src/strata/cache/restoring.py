@@ -306,13 +306,18 @@ def window(engine: Engine) -> int:
 
 
 def need_bytes(engine: Engine, match: Match) -> int:
-    """Arena bytes that a restore of these segments from disk, and of a checkpoint behind them, holds at once."""
+    """Bytes that a restore of these segments from disk, and of a checkpoint behind them, holds at once.
+
+    A checkpoint of several blocks is put together in the engine process before llama.cpp takes it.
+    """
     most = engine.info.block_tokens
     blocks = (sum(block_lengths(engine, min(held.segment.n_tokens, most), held.stages)) for held in match.path)
     rows = window(engine) * max(blocks)
     if match.checkpoint is None:
         return rows
-    return max(rows, engine.info.head_room + pad_to_page(min(match.checkpoint.n_bytes, BLOCK_BYTES)))
+    n_bytes = match.checkpoint.n_bytes
+    assembled = n_bytes if n_bytes > BLOCK_BYTES else 0
+    return max(rows, engine.info.head_room + pad_to_page(min(n_bytes, BLOCK_BYTES)) + assembled)
 
 
 def planned_bytes(engine: Engine, plan: Sequence[Planned], held: int, upto: int) -> dict[str, int]:

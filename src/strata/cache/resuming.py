@@ -10,32 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from strata.cache.checkpoint_sources import BadCheckpoint, DiskSource, RamSource, Source
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import HeldCheckpoint
 from strata.cache.ladder import Climb, Found, Ladder, Plan, Restored
+from strata.cache.ram import RamLevel
 from strata.cache.restoring import Applied, Fault, Restoring
 from strata.errors import EngineGone
 from strata.rules.restore import Rung
-from strata.store.format import CheckpointHeader
-from strata.store.reader import Damaged, Loaded, Missing, NotRead
-from strata.types import BLOCK_BYTES, Span, pad_to_page
+from strata.types import BLOCK_BYTES
 
 log = logging.getLogger("strata.cache")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bad:
-    """Why a checkpoint could not be used. `file`: its file is damaged, and is there."""
-
-    fault: Fault
-    reason: str
-    file: bool = False
-
-
 class Resuming(Ladder):
-    """The ladder of an engine whose memory cannot be cut. RAM keeps nothing of it."""
+    """The ladder of an engine whose memory cannot be cut."""
 
     async def restore(self, slot: int, found: Found, keep: int) -> Restored:
         """Bring `slot`, which holds exactly [0, keep), to the checkpoint of `found`, or to an earlier one.
@@ -79,14 +70,16 @@ class Resuming(Ladder):
         rung = Rung.WHOLE
         while found is not None:
             plan, checkpoint = replace(self._plan_of(found), rung=rung), found.match.checkpoint
-            if found.disk is None or checkpoint is None or plan.upto != checkpoint.position:
+            if checkpoint is None or plan.upto != checkpoint.position:
                 break
-            found.disk.counters.hits += rung is Rung.WHOLE
+            if found.disk is not None:
+                found.disk.counters.hits += rung is Rung.WHOLE
+            source = self._source(found, checkpoint)
             with self._leased(found, plan, checkpoint.key):
-                fault, rows = await self._resume(climb, plan, found.disk, checkpoint, rows)
+                fault, rows = await self._resume(climb, plan, source, rows)
             if fault is None:
                 climb.held = checkpoint.position
-                climb.tokens_by_level[found.disk.name] += checkpoint.position - climb.before
+                climb.tokens_by_level[source.level.name] += checkpoint.position - climb.before
                 climb.used += [] if rung is Rung.WHOLE else [rung]
                 return
             found = self._next(climb) if self.climbs and fault is not Fault.NO_MEMORY else None
@@ -96,7 +89,10 @@ class Resuming(Ladder):
     def _next(self, climb: Climb) -> Found | None:
         """What reaches furthest now, if that is further than what the slot held before."""
         at = climb.found
-        offers = [replace(at, match=d.index.resume_point(at.root, at.tokens), disk=d) for d in self._disks]
+        levels: list[tuple[RamLevel | DiskLevel, DiskLevel | None]] = [(disk, disk) for disk in self._disks]
+        if self._ram is not None:
+            levels.insert(0, (self._ram, None))
+        offers = [replace(at, match=level.index.resume_point(at.root, at.tokens), disk=disk) for level, disk in levels]
         if self.system_prompts is not None:
             match = self.system_prompts.find(at.root, at.tokens)
             offers.append(replace(at, match=match, disk=self.system_prompts.disk))
@@ -115,13 +111,17 @@ class Resuming(Ladder):
 
     # ----------------------------------------------------------------------------------------------------- one attempt
 
-    async def _resume(
-        self, climb: Climb, plan: Plan, disk: DiskLevel, checkpoint: HeldCheckpoint, rows: int
-    ) -> tuple[Fault | None, int]:
-        """What kept the slot from resuming at `checkpoint`, None when it did; and the rows that it holds then."""
-        header = await self._header(disk, checkpoint)
-        if isinstance(header, _Bad):
-            return self._lose(climb, plan, disk, checkpoint, header), rows
+    def _source(self, found: Found, checkpoint: HeldCheckpoint) -> Source:
+        level = found.level_of_checkpoint(self._ram)
+        if isinstance(level, RamLevel):
+            return RamSource(level, checkpoint, counters=self._counters)
+        return DiskSource(level, checkpoint, pool=self._pool)
+
+    async def _resume(self, climb: Climb, plan: Plan, source: Source, rows: int) -> tuple[Fault | None, int]:
+        """What kept the slot from resuming at a checkpoint, None when it did; and the rows that it holds then."""
+        bad = await source.open()
+        if bad is not None:
+            return self._lose(climb, plan, source, bad), rows
         if self._engine.info.stages and rows < plan.upto:
             applied = await self._apply_rows(climb, plan, rows)
             climb.bytes_by_level.update(applied.bytes_by_level)
@@ -129,67 +129,46 @@ class Resuming(Ladder):
             if applied.bad is not None or rows < plan.upto:
                 self._fail(climb, plan, applied.bad)
                 return (applied.bad.fault if applied.bad is not None else Fault.NO_MEMORY), rows
-        for i in range(len(header.blocks)):
-            bad = await self._put(climb.slot, disk, header, i)
+        for i in range(source.n_blocks):
+            bad = await self._put(climb.slot, source, i)
             if bad is not None:
-                return self._lose(climb, plan, disk, checkpoint, bad), rows
-        climb.bytes_by_level[disk.name] += checkpoint.n_bytes
+                return self._lose(climb, plan, source, bad), rows
+        climb.bytes_by_level[source.level.name] += source.checkpoint.n_bytes
         return None, rows
 
     async def _apply_rows(self, climb: Climb, plan: Plan, rows: int) -> Applied:
-        restoring = Restoring(engine=self._engine, ram=None, blocks=self._pool, slot=climb.slot)
+        restoring = Restoring(engine=self._engine, ram=self._ram, blocks=self._pool, slot=climb.slot)
         return await restoring.run(plan.path, rows, plan.upto)
 
-    async def _header(self, disk: DiskLevel, checkpoint: HeldCheckpoint) -> CheckpointHeader | _Bad:
-        header = await asyncio.wrap_future(disk.reader.checkpoint_header(checkpoint.key))
-        if not isinstance(header, CheckpointHeader):
-            return _not_read(header)
-        expected = (checkpoint.position, checkpoint.n_bytes, BLOCK_BYTES)
-        if (header.position, header.n_bytes, header.block_bytes) != expected:
-            return _Bad(fault=Fault.DAMAGED, reason=f"unexpected header {header!r}", file=True)
-        return header
-
-    async def _put(self, slot: int, disk: DiskLevel, header: CheckpointHeader, index: int) -> _Bad | None:
-        """Read, verify and apply one block; the engine must confirm the last one."""
-        length = header.blocks[index].length
-        spans = await self._pool.take((self._engine.info.head_room + pad_to_page(length),))
-        if spans is None:
-            return _Bad(fault=Fault.NO_MEMORY, reason="there is no memory to read it into")
-        work = asyncio.ensure_future(self._put_span(slot, disk, header, index, spans[0]))
+    async def _put(self, slot: int, source: Source, index: int) -> BadCheckpoint | None:
+        """Apply one verified block; the engine must confirm the last one."""
+        work = asyncio.ensure_future(self._put_block(slot, source, index))
         # Also when nobody waits any more: the threads and the engine use the memory until then.
-        work.add_done_callback(lambda _: self._pool.give_back(spans))
+        work.add_done_callback(lambda _: source.done(index))
         return await asyncio.shield(work)
 
-    async def _put_span(
-        self, slot: int, disk: DiskLevel, header: CheckpointHeader, index: int, span: Span
-    ) -> _Bad | None:
-        read = await asyncio.wrap_future(disk.reader.block(header, index, self._pool.place(span)))
-        if not isinstance(read, Loaded):
-            return _not_read(read)
-        generation = self._engine.generation
-        offset = index * BLOCK_BYTES
+    async def _put_block(self, slot: int, source: Source, index: int) -> BadCheckpoint | None:
+        span = await source.block(index)
+        if isinstance(span, BadCheckpoint):
+            return span
+        generation, checkpoint = self._engine.generation, source.checkpoint
         done = await self._engine.apply_checkpoint(
-            slot, position=header.position, offset=offset, total=header.n_bytes, span=span
+            slot, position=checkpoint.position, offset=index * BLOCK_BYTES, total=checkpoint.n_bytes, span=span
         )
-        is_last = index == len(header.blocks) - 1
-        if done.ok and (not is_last or done.held == header.position):
+        is_last = index == source.n_blocks - 1
+        if done.ok and (not is_last or done.held == checkpoint.position):
             return None
         if self._engine.generation != generation:
             raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
-        reason = done.reason or f"the slot holds {done.held} positions instead of {header.position}"
-        return _Bad(fault=Fault.REFUSED, reason=reason)
+        reason = done.reason or f"the slot holds {done.held} positions instead of {checkpoint.position}"
+        return BadCheckpoint(fault=Fault.REFUSED, reason=reason)
 
-    def _lose(self, climb: Climb, plan: Plan, disk: DiskLevel, checkpoint: HeldCheckpoint, bad: _Bad) -> Fault:
+    def _lose(self, climb: Climb, plan: Plan, source: Source, bad: BadCheckpoint) -> Fault:
         """A checkpoint cannot be used: set it aside, once; count, log and tell it."""
-        text = f"the checkpoint at {checkpoint.position} of {disk.name}: {bad.reason}"
+        text = f"the checkpoint at {source.checkpoint.position} of {source.level.name}: {bad.reason}"
         self._note_failure(climb, plan.rung, text)
-        if bad.fault is not Fault.NO_MEMORY and disk.index.holds(checkpoint.key):
-            disk.set_aside_checkpoint(checkpoint.key, damaged=bad.file)
+        if bad.fault is not Fault.NO_MEMORY and source.level.index.holds(source.checkpoint.key):
+            source.set_aside(bad)
             if bad.fault is Fault.DAMAGED:
                 self._tell(climb.found, "quarantine", text)
         return bad.fault
-
-
-def _not_read(problem: NotRead) -> _Bad:
-    fault = Fault.DAMAGED if isinstance(problem, Damaged | Missing) else Fault.UNREADABLE
-    return _Bad(fault=fault, reason=problem.reason, file=isinstance(problem, Damaged))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from strata.cache.blocks import BlockPool
+from strata.cache.checkpoints import CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import RETRY_S, DiskLevel
 from strata.cache.entries import Conversation
@@ -23,6 +24,8 @@ from strata.cache.tasks import watched
 from strata.cache.writing import PutWriter, manifest_of
 from strata.engine.protocol import Engine
 from strata.rules import prefix
+from strata.store.format import CheckpointEntry
+from strata.types import Segment
 
 DAMAGED = "the copy in RAM was damaged"
 
@@ -51,7 +54,9 @@ class Spiller:
         story: Story,
         clock: Callable[[], float],
         throttle_s: float,
+        taker: CheckpointTaker | None = None,
     ) -> None:
+        """`taker`: of memory that cannot be cut."""
         self._engine = engine
         self._pool = pool
         self._ram = ram
@@ -60,6 +65,7 @@ class Spiller:
         self._story = story
         self._clock = clock
         self._throttle_s = throttle_s
+        self._taker = taker
         self._cells: dict[int, _Cell] = {}  # by serial in RAM, in the order they came
         self._written_s: dict[bytes, float] = {}  # when a conversation was last written
         self._tasks: set[asyncio.Task[None]] = set()  # at most one
@@ -151,9 +157,11 @@ class Spiller:
 
     async def _spill(self, entry: Conversation) -> bool:
         """Write one conversation; False when it did not become durable."""
-        if self._disk.index.stores(entry.keys):
+        if self._disk.index.stores(entry.whole):
             self._counters.spill_skipped += 1
             return True
+        if entry.checkpoints and not self._ram.index.usable_checkpoints(entry.serial):
+            return self._ended(entry, PutOutcome(durable=frozenset(), tokens=0, reason=DAMAGED))
         segments = prefix.chain(entry.root, entry.tokens, prefix.cuts(len(entry.tokens), entry.frontier or None))
         manifest = manifest_of(
             self._engine,
@@ -161,28 +169,46 @@ class Spiller:
             frontier=entry.frontier or None,
             conversation=entry.conversation,
             segments=segments,
+            checkpoints=self._checkpoints(entry),
         )
         index = self._disk.index
-        sizes = zip(manifest.keys, manifest.file_bytes, strict=True)
-        if refusal := self._disk.refuses(sum(n for key, n in sizes if not index.holds(key))):
+        if refusal := self._disk.refuses(sum(n for key, n in manifest.objects.items() if not index.holds(key))):
             self._disk.counters.rejected += 1
             return self._failed(entry, refusal)
-        self._ram.lease(entry.keys)
+        leased = (*entry.keys, *manifest.checkpoint_keys)
+        self._ram.lease(leased)
         put = self._disk.begin_put(manifest, whole=True, born=entry.born)
         writing = PutWriter(put, disk=self._disk, engine=self._engine, pool=self._pool)
         reached, reason = 0, ""
         try:
-            for segment in segments:
-                if segment.key in put.missing:
-                    if not self._ram.index.holds(segment.key):
-                        reason, put.whole = DAMAGED, False  # what precedes it is kept
-                        break
-                    await writing.from_ram(segment, self._ram)
-                reached += 1
+            reached = await self._write(segments, writing)
+            if reached < len(segments):
+                reason = DAMAGED
         finally:
+            if manifest.checkpoints:
+                await writing.drained()  # those that are written are named
             outcome = await self._disk.finish_put(put, reached, reason)
-            self._ram.release(entry.keys)
+            self._ram.release(leased)
         return self._ended(entry, outcome)
+
+    def _checkpoints(self, entry: Conversation) -> tuple[CheckpointEntry, ...]:
+        return () if self._taker is None else self._taker.for_disk(entry.root, entry.tokens, coming=False)
+
+    async def _write(self, segments: Sequence[Segment], writing: PutWriter) -> int:
+        """Hand all that is missing to the writer; how many segments it has or had. What was damaged is left out."""
+        put = writing.put
+        for key in put.manifest.checkpoint_keys:
+            if key in put.missing and self._ram.index.holds(key):
+                await writing.checkpoint_from_ram(key, self._ram)
+            elif key in put.missing:
+                put.whole = False
+        for i, segment in enumerate(segments):
+            if segment.key in put.missing:
+                if not self._ram.index.holds(segment.key):
+                    put.whole = False  # what precedes it is kept
+                    return i
+                await writing.from_ram(segment, self._ram)
+        return len(segments)
 
     def _ended(self, entry: Conversation, outcome: PutOutcome) -> bool:
         """Count and tell; True when nothing of it is left to write."""
@@ -204,7 +230,7 @@ class Spiller:
             self._story.tell(now, entry.conversation, "discard", f"{len(entry.tokens)} tokens: {DAMAGED}")
         if damaged:
             self._ram.drop([entry.serial])
-        return len(outcome.durable) == len(entry.objects) or damaged
+        return outcome.durable.issuperset(entry.keys) or damaged
 
     def _failed(self, entry: Conversation, reason: str) -> bool:
         self._counters.spill_failed += 1

@@ -129,8 +129,14 @@ class LevelIndex:
         return self._bytes.get(key, 0)
 
     def stores(self, keys: Sequence[Key]) -> bool:
-        """Whether one conversation ends where this chain ends, and every segment of it can be used."""
-        return self._last_keys[keys[-1]] > 0 and all(key in self._segments for key in keys)
+        """Whether one conversation ends where this chain of segments ends, and all of it can be used.
+
+        Behind the segments, checkpoints that must be there as well.
+        """
+        if not all(map(self.holds, keys)):
+            return False
+        last = next(key for key in reversed(keys) if key in self._segments)
+        return self._last_keys[last] > 0
 
     def conversations(self) -> tuple[Conversation, ...]:
         return tuple(self._conversations.values())

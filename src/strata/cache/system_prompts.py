@@ -20,12 +20,11 @@ from strata.cache.checkpoints import Captured, CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import NO_MATCH, Conversation, Match
-from strata.cache.parking import transient_need_bytes
 from strata.cache.prompt_writing import PromptWriting
 from strata.cache.put import DiskLimits, Leaving
 from strata.cache.story import Story
 from strata.cache.tasks import watched
-from strata.cache.writing import manifest_of
+from strata.cache.writing import manifest_of, transient_need_bytes
 from strata.engine.protocol import Engine
 from strata.rules.placement import Floor
 from strata.rules.system_prompts import Variant, beyond_count, variant_of
@@ -217,7 +216,7 @@ class SystemPrompts:
         if at_end is not None and self.taker is not None:
             checkpoint = await self.taker.copy(at_end)
             if checkpoint is None or not self._is_missing(variant):
-                self._pool.give_back(() if checkpoint is None else checkpoint.spans)
+                self._pool.give_back(() if checkpoint is None or checkpoint.room is None else checkpoint.room.spans)
                 return None
         return PromptWriting(
             slot,

@@ -11,14 +11,21 @@ from collections.abc import Sequence
 from functools import partial
 
 from strata.cache.blocks import BlockPool
-from strata.cache.checkpoints import Captured
+from strata.cache.capturing import segment_lengths
 from strata.cache.disk import DiskLevel
 from strata.cache.put import Put
 from strata.cache.ram import Blocks, Payloads, RamLevel
 from strata.engine.protocol import Engine
-from strata.store.format import CheckpointEntry, Manifest, plan_checkpoint, plan_segment, segment_file_bytes
+from strata.store.format import (
+    CheckpointEntry,
+    CheckpointHeader,
+    Manifest,
+    plan_checkpoint,
+    plan_segment,
+    segment_file_bytes,
+)
 from strata.store.writer import Failed, Written
-from strata.types import MIB, Key, Segment, Tokens
+from strata.types import MIB, Key, Segment, Span, Tokens
 
 MOST_QUEUED_BYTES = 64 * MIB
 """Bytes of one put that may wait for the writer at once, beyond one segment."""
@@ -52,20 +59,48 @@ class PutWriter:
         digests = await ram.digests(segment.key)
         self._write(segment, ram.payloads(segment.key), digests, ())
 
-    def write_checkpoint(self, key: Key, captured: Captured) -> None:
+    def write_checkpoint(self, key: Key, position: int, n_bytes: int, spans: tuple[Span, ...]) -> None:
         """Write a captured checkpoint, whose blocks belong to this from now on."""
-        header = plan_checkpoint(key, captured.position, captured.n_bytes)
-        pairs = zip(captured.spans, header.blocks, strict=True)
-        payloads = tuple(self._pool.payload(span, block.length) for span, block in pairs)
-        self.queued_bytes += captured.n_bytes
-        job = self._disk.writer.write_checkpoint(self.put.ticket, header, payloads)
-        asyncio.wrap_future(job).add_done_callback(partial(self._wrote_checkpoint, key, captured))
+        header = plan_checkpoint(key, position, n_bytes)
+        pairs = zip(spans, header.blocks, strict=True)
+        self._write_checkpoint(header, tuple(self._pool.payload(span, block.length) for span, block in pairs), spans)
 
-    def _wrote_checkpoint(self, key: Key, captured: Captured, job: asyncio.Future[Written | Failed]) -> None:
+    def take_checkpoint(self, key: Key, ticket: int) -> None:
+        """Take over a checkpoint that is written already, under a ticket of its own, which ends."""
+        self.put.unwritten.pop(key, None)
+        job = asyncio.wrap_future(self._disk.writer.join(self.put.ticket, ticket))
+        self.queued_bytes += 1  # it is waited for like a write
+        job.add_done_callback(partial(self._took_checkpoint, key))
+
+    def _took_checkpoint(self, key: Key, job: asyncio.Future[Written | Failed]) -> None:
+        if isinstance(job.result(), Failed):
+            self.put.unwritten[key] = 0  # it does not come
+        self.queued_bytes -= 1
+        self.wake()
+
+    async def checkpoint_from_ram(self, key: Key, ram: RamLevel) -> None:
+        """Write a checkpoint of the RAM level, which the caller leases; waits while enough is queued."""
+        while self.queued_bytes > MOST_QUEUED_BYTES:
+            await self.progress()
+        entry = self.put.manifest.checkpoints[self.put.manifest.checkpoint_keys.index(key)]
+        digests = await ram.digests(key)
+        header = plan_checkpoint(key, entry.position, entry.n_bytes).with_digests([row[0] for row in digests])
+        self._write_checkpoint(header, tuple(row[0] for row in ram.payloads(key)), ())
+
+    def _write_checkpoint(
+        self, header: CheckpointHeader, payloads: tuple[memoryview, ...], spans: tuple[Span, ...]
+    ) -> None:
+        self.queued_bytes += header.n_bytes
+        job = self._disk.writer.write_checkpoint(self.put.ticket, header, payloads)
+        asyncio.wrap_future(job).add_done_callback(partial(self._wrote_checkpoint, header, spans))
+
+    def _wrote_checkpoint(
+        self, header: CheckpointHeader, spans: tuple[Span, ...], job: asyncio.Future[Written | Failed]
+    ) -> None:
         if isinstance(job.result(), Written):
-            self.put.unwritten.pop(key, None)
-        self.queued_bytes -= captured.n_bytes
-        self._pool.give_back(captured.spans)
+            self.put.unwritten.pop(header.key, None)
+        self.queued_bytes -= header.n_bytes
+        self._pool.give_back(spans)
         self.wake()
 
     async def progress(self) -> None:
@@ -147,3 +182,11 @@ def manifest_of(
         stamp_s=0.0,
         checkpoints=checkpoints,
     )
+
+
+def transient_need_bytes(
+    engine: Engine, pool: BlockPool, segments: tuple[Segment, ...], missing: frozenset[Key]
+) -> int:
+    """Arena bytes that a park of these segments to disk holds at once."""
+    sizes = [sum(map(sum, segment_lengths(engine, s))) for s in segments if s.key in missing]
+    return min(sum(sizes), MOST_QUEUED_BYTES + max(sizes, default=0), pool.park_bytes)

@@ -40,6 +40,9 @@ class Eviction:
     short_bytes: int
 
 
+NOTHING_TO_EVICT = Eviction(serials=(), keys=(), loose=(), freed_bytes=0, short_bytes=0)
+
+
 def plan_eviction(
     *,
     conversations: Iterable[Evictable],

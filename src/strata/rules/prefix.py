@@ -103,6 +103,13 @@ def checkpoint_key_at(chain_key: Key) -> Key:
     return Key(blake3(chain_key, derive_key_context=_CHECKPOINT_CONTEXT).digest())
 
 
+def checkpoint_place(root: Key, tokens: Tokens, position: int) -> tuple[Key, int]:
+    """Where an index finds it: the key of the last full segment up to `position`, or the root; the tokens behind it."""
+    length = position % SEGMENT_TOKENS
+    full = chain(root, tokens, cuts(position - length))
+    return full[-1].key if full else root, length
+
+
 def shared_prefix(a: Tokens, b: Tokens) -> int:
     """Number of leading tokens that `a` and `b` have in common."""
     n = min(len(a), len(b))

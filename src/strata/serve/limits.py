@@ -12,7 +12,7 @@ from strata.cache.system_prompts import SystemPromptLimits
 from strata.config import Config
 from strata.engine.protocol import EngineInfo
 from strata.rules.checkpoints import CheckpointLimits
-from strata.rules.placement import resolve_auto
+from strata.rules.placement import Target, resolve_auto
 from strata.serve.queue import QueueLimits
 from strata.store.memory import available_memory
 from strata.types import MIB
@@ -36,8 +36,8 @@ def floors_of(config: Config) -> Floors:
 def cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
     """What the cache may take, with the parking target "auto" resolved: the arena and the model are resident now."""
     floors = floors_of(config)
-    target = config.park_target
-    if target == "auto":
+    target: Target = "disk" if config.park_target == "disk" else "ram"
+    if config.park_target == "auto":
         target = resolve_auto(
             available_bytes=available_memory(),
             disk_usable=config.last_dir_in_use is not None,
@@ -50,7 +50,7 @@ def cache_limits(config: Config, info: EngineInfo) -> CacheLimits:
     ram_bytes = config.conversation_cache_mib * MIB
     return CacheLimits(
         floors=floors,
-        park_target="disk" if target == "disk" or not info.cuttable else "ram",
+        park_target=target,
         ram=RamLimits(budget_bytes=ram_bytes, most=config.conversation_cache_slots) if ram_bytes else None,
         similarity=config.conversation_cache_similarity,
         n_min=config.conversation_cache_n_min,

@@ -135,7 +135,9 @@ class Running:
         if not event.checkpoint:
             self.taker.given_up(event.position, event.reason)
             return
-        work = self.taker.take(event.checkpoint, event.position, event.payload_bytes, self.engine_generation)
+        tokens = self.held_tokens(event.position)
+        assert len(tokens) == event.position, "the engine holds tokens that nobody heard of"
+        work = self.taker.take(event.checkpoint, self.prompt.root, tokens, event.payload_bytes, self.engine_generation)
         self.taking[event.checkpoint] = asyncio.create_task(work)
 
     async def captured(self) -> tuple[Captured, ...]:
@@ -307,7 +309,8 @@ async def revert(shop: Workshop, run: Running, openers: Collection[int], capture
     """
     slot = run.slot
     if not shop.engine.info.cuttable:
-        last = max(captured, key=lambda taken: taken.position, default=None)
+        in_memory = (taken for taken in captured if not taken.ticket)
+        last = max(in_memory, key=lambda taken: taken.position, default=None)
         if last is not None and run.taker is not None:
             slot.tokens = slot.tokens[: await run.taker.put_back(slot.index, last)]
         return

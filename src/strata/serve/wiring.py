@@ -158,12 +158,6 @@ class Server:
             log.warning("conversations of this model are not kept: %s", info.mode_reason)
             return None
         prompts = self._levels.get(SYSTEM_PROMPT)
-        if not info.cuttable and not self._config.last_dir_in_use and self._config.conversation_cache_mib:
-            log.warning("conversations of this model are kept on disk only: give --conversation-cache-cold-dir")
-        elif not info.cuttable and self._config.conversation_cache_mib:
-            log.warning("conversations of this model are kept on disk only, not in RAM")
-        if not info.cuttable and not self._config.last_dir_in_use and prompts is None:
-            return None
         if prompts is not None and not info.openers:
             log.warning("no system prompt is kept: this model has no turn token, so nothing tells where one ends")
         archive = self._levels.get("archive")

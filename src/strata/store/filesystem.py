@@ -58,6 +58,9 @@ class Filesystem(Protocol):
         raises leaves no file behind.
         """
 
+    def write_at(self, path: Path, offset: int, view: memoryview) -> None:
+        """Write `view` into a file that is there, over what is at `offset` or behind its end. Not durable yet."""
+
     def link(self, src: Path, dst: Path) -> None:
         """Give a file a second name. Durable after `sync_dir`. OSError when it cannot have one: copy it instead."""
 

@@ -228,6 +228,11 @@ class Disk:
             finally:
                 os.close(fd)
 
+    def write_at(self, path: Path, offset: int, view: memoryview) -> None:
+        direct = self._try_direct(path) and offset % PAGE == 0 and _is_aligned(view)
+        with _naming(path), _opened(path, os.O_WRONLY | (DIRECT if direct else 0)) as fd:
+            self._write_all(fd, path, [view] if view else [], offset)
+
     def fsync(self, path: Path) -> None:
         with _naming(path), _opened(path, os.O_RDWR) as fd:
             _flush(fd)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from strata.store import reading
 from strata.store.account import Account, Vanished, WriteCounts
-from strata.store.content import PendingFile, file_content
+from strata.store.content import PendingFile, file_content, header_page
 from strata.store.filesystem import Buffer, Filesystem, Lock
 from strata.store.format import (
     CheckpointHeader,
@@ -34,6 +34,7 @@ from strata.store.format import (
     encode_manifest,
 )
 from strata.store.fs import Disk
+from strata.store.growing import GrowingFile
 from strata.store.names import (
     MAX_STAGES,
     QUARANTINED,
@@ -139,6 +140,12 @@ class Level:
             return PendingFile(temporary=temporary, final=final, size=size)
 
         return finish
+
+    def begin_growing(self, header: FileHeader) -> GrowingFile:
+        """A file whose blocks come one by one; `publish` what is pending of it once it is whole, or `discard` it."""
+        final, temporary = self._names_for(header)
+        self._write(temporary, [header_page(header)])
+        return GrowingFile(self._fs, self.root, header, final, temporary, partial(self._written, n_files=0))
 
     def adopt_segment(self, giver: Level, key: Key, stage: int, *, may_link: bool) -> PendingFile:
         """Bring one stage's file of a segment from another level, under a temporary name like `write_segment`.
@@ -333,10 +340,10 @@ class Level:
         self._written(path, size)
         return size
 
-    def _written(self, path: str, size: int) -> None:
+    def _written(self, path: str, n_bytes: int, n_files: int = 1) -> None:
         self._account.set(path, self._fs.stat(self.root / path).allocated_bytes)
-        self.counts.bytes_written += size
-        self.counts.files_written += 1
+        self.counts.bytes_written += n_bytes
+        self.counts.files_written += n_files
 
     def _make_folder_of(self, path: str) -> None:
         """Make a payload file's folder; `publish` syncs the new ones all at once."""

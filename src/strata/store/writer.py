@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -40,6 +40,7 @@ from strata.store.outcomes import (
     Written,
 )
 from strata.store.reader import not_read
+from strata.store.tickets import Ticket
 from strata.types import Key
 
 __all__ = [
@@ -62,15 +63,6 @@ WRITES_AT_ONCE = 3  # while one is set up or torn down, the device has others
 SYNC_THREADS = 8  # they only wait for the device, which joins what waits at the same time
 
 
-@dataclass(slots=True)
-class _Ticket:
-    """The segment files of one park, not published yet. Once one failed, the park cannot be committed."""
-
-    files: list[PendingFile] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)
-    failed: Failed | None = None
-
-
 T = TypeVar("T")
 
 
@@ -85,7 +77,7 @@ class Writer:
         self._hasher = Hasher(level.name)
         self._syncers = ThreadPoolExecutor(SYNC_THREADS, f"syncer-{level.name}")
         self._fillers = ThreadPoolExecutor(WRITES_AT_ONCE, f"filler-{level.name}")
-        self._tickets: dict[int, _Ticket] = {}  # changed by the thread alone, like the next four
+        self._tickets: dict[int, Ticket] = {}  # changed by the thread alone, like the next four
         self._state = OK
         self._failures = 0
         self._seconds = 0.0
@@ -137,13 +129,37 @@ class Writer:
         """Write a checkpoint for `ticket`; all of its blocks lie in memory until it is done (see `write_segment`)."""
         return self._write(ticket, header, payloads)
 
+    def write_block(
+        self, ticket: int, header: CheckpointHeader, index: int, payload: memoryview
+    ) -> Future[Written | Failed]:
+        """Write one block of a checkpoint, the next one in order; with the last one it is written.
+
+        The payload is in use until done. A ticket of which one is not whole cannot be committed.
+        """
+        digests = self._hasher.digests([payload[: header.blocks[index].length]])
+
+        def work() -> Written | Failed:
+            entry = self._tickets.setdefault(ticket, Ticket())
+            return entry.grow(self._level, header, index, payload, *self._await(digests))
+
+        return self._submit(work, partial(self._fail, ticket), proves_disk=True)
+
+    def join(self, ticket: int, other: int) -> Future[Written | Failed]:
+        """Let `ticket` have the files of `other`, which ends. One that failed costs its own files alone."""
+
+        def work() -> Written | Failed:
+            joined = self._tickets.pop(other, Ticket())
+            return self._tickets.setdefault(ticket, Ticket()).join(self._level, joined)
+
+        return self._submit(work)
+
     def _write(self, ticket: int, header: FileHeader, payloads: tuple[memoryview, ...]) -> Future[Written | Failed]:
         blocks = zip(header.blocks, payloads, strict=False)  # the level refuses what does not match
         views = [payload[: block.length] for block, payload in blocks]
         digests = None if header.has_digests else self._hasher.digests(views)
 
         def begin() -> Callable[[], Written | Failed]:
-            entry = self._tickets.setdefault(ticket, _Ticket())
+            entry = self._tickets.setdefault(ticket, Ticket())
             ready = header if digests is None else header.with_digests(self._await(digests))
             if entry.failed is not None:
                 return partial(self._fail, ticket, entry.failed)
@@ -184,7 +200,7 @@ class Writer:
         self, ticket: int, key: Key, source: Path, take: Callable[[], PendingFile], *, is_needed: bool
     ) -> Future[Adopted | Failed]:
         def work() -> Adopted | Failed:
-            entry = self._tickets.setdefault(ticket, _Ticket())
+            entry = self._tickets.setdefault(ticket, Ticket())
             if entry.failed is not None:
                 return entry.failed
             entry.keys.append(key)
@@ -205,7 +221,7 @@ class Writer:
 
         Fails too when a file that was there before is not any more, unless `ids_only`.
         """
-        entry = _Ticket()
+        entry = Ticket()
 
         def work() -> Committed | Failed:
             nonlocal entry
@@ -213,6 +229,8 @@ class Writer:
             entry = self._tickets.pop(ticket, entry)
             if entry.failed is not None:
                 return entry.failed
+            if entry.growing:
+                raise ValueError("a file of it is not whole")
             self._level.publish(entry.files, self._syncers)
             if not ids_only:
                 self._level.require(manifest)
@@ -229,7 +247,7 @@ class Writer:
         """Remove the ticket's temporary files. Ends the ticket."""
 
         def work() -> Abandoned:
-            self._level.discard(self._tickets.pop(ticket, _Ticket()).files)
+            self._level.discard(self._tickets.pop(ticket, Ticket()).files)
             return Abandoned()
 
         return self._submit(work)

@@ -18,6 +18,7 @@ from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.capturing import AHEAD, block_lengths
 from strata.cache.put import DiskLimits
+from strata.cli.process import share_the_interpreter
 from strata.engine.client import EngineClient
 from strata.engine.process import RunHandle
 from strata.engine.protocol import Delta, EngineSettings, Run, Sampling, pack_tokens, unpack_tokens
@@ -76,6 +77,7 @@ class Bench:
         self._cache: ConversationCache | None = None
 
     async def __aenter__(self) -> Bench:
+        share_the_interpreter()  # as the server does
         await self.engine.start()
         self._cache = ConversationCache(
             engine=self.engine,

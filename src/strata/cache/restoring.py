@@ -25,10 +25,10 @@ from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, Missing, NotRead
 from strata.types import BLOCK_BYTES, MIB, Key, Span, StageShape, Tokens, pad_to_page
 
-READ_AHEAD_BYTES = 32 * MIB
+READ_AHEAD_BYTES = 48 * MIB
 """Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen.
 
-More would not be faster, and what is read in one go at the start takes cores from whoever is writing then.
+Enough that the disk always has several reads to do. More is not faster, and takes cores from whoever is writing then.
 """
 
 

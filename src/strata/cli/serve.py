@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import strata
-from strata.cli.process import bind, raise_descriptor_limit, signals
+from strata.cli.process import bind, raise_descriptor_limit, share_the_interpreter, signals
 from strata.config import Config, info_line
 from strata.serve.wiring import Server
 from strata.web.app import Doorway, create_app
@@ -35,6 +35,7 @@ def serve(config: Config) -> int:
     for warning in config.warnings:
         _log.warning("%s", warning)
     raise_descriptor_limit()
+    share_the_interpreter()
     with bind(config.host, config.port) as listener:
         return asyncio.run(_run(config, listener))
 

@@ -27,11 +27,6 @@ def digest(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def digester() -> xxhash.xxh3_128:
-    """The same of data that comes in pieces: `update`, then `digest`."""
-    return xxhash.xxh3_128()
-
-
 def require(holds: bool, field: str, problem: str) -> None:
     if not holds:
         raise DamagedFile(f"{field}: {problem}", field=field)

@@ -17,7 +17,7 @@ from strata.store.checkpoint_header import (
     decode_checkpoint_header,
     plan_checkpoint,
 )
-from strata.store.encoding import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKENS, digest, digester
+from strata.store.encoding import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKENS, digest
 from strata.store.file_header import Block, FileHeader
 from strata.store.manifest import (
     MANIFEST_VERSION,
@@ -68,7 +68,6 @@ __all__ = [
     "decode_header",
     "decode_manifest",
     "digest",
-    "digester",
     "encode_header",
     "encode_manifest",
     "plan_checkpoint",

@@ -52,8 +52,7 @@ class Unreadable:
     errno: int | None = None
 
 
-HEADER_THREADS = 1  # of its own: the headers of a whole plan are read beside its first blocks
-BLOCK_THREADS = 2  # one reads while the other one hashes
+THREADS = 4  # two or three read, which keeps a disk busy, while the others copy and hash
 
 NotRead = Damaged | Missing | Unreadable
 
@@ -73,13 +72,13 @@ T = TypeVar("T")
 
 
 class Reader:
-    """Jobs may finish in any order. The threads exist from the first job on; headers have some of their own."""
+    """Jobs start in the order given and may finish in any. The threads exist from the first job on."""
 
-    def __init__(self, level: Level, threads: int = BLOCK_THREADS) -> None:
+    def __init__(self, level: Level, threads: int = THREADS) -> None:
         self._level = level
         self._threads = threads
         self._lock = threading.Lock()  # guards everything below
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pool: ThreadPoolExecutor | None = None
         self._closed = False
         self._headers = self._blocks = self._bytes = self._failures = 0
         self._seconds = 0.0
@@ -112,11 +111,11 @@ class Reader:
                 self._headers += 1
             return header
 
-        return self._submit(work, "headers", HEADER_THREADS)
+        return self._submit(work)
 
     def manifest(self, serial: int) -> Future[Manifest | NotRead]:
         """A manifest (see `Level.read_manifest`)."""
-        return self._submit(lambda: self._level.read_manifest(serial), "headers", HEADER_THREADS)
+        return self._submit(lambda: self._level.read_manifest(serial))
 
     def block(self, header: FileHeader, index: int, view: memoryview) -> Future[Loaded | NotRead]:
         """Read and verify one block of a file (see `Level.read_block`). The view must stay alive until it is done."""
@@ -129,17 +128,17 @@ class Reader:
                 self._bytes += header.blocks[index].length
             return Loaded(seconds=time.monotonic() - started)
 
-        return self._submit(work, "blocks", self._threads)
+        return self._submit(work)
 
     def close(self) -> None:
         """Finish the jobs that wait and end the threads."""
         with self._lock:
             self._closed = True
-            pools, self._pools = self._pools, {}
-        for pool in pools.values():
+            pool, self._pool = self._pool, None
+        if pool is not None:
             pool.shutdown()
 
-    def _submit(self, work: Callable[[], T], pool: str, threads: int) -> Future[T | NotRead]:
+    def _submit(self, work: Callable[[], T]) -> Future[T | NotRead]:
         future: Future[T | NotRead] = Future()
         future.set_running_or_notify_cancel()  # the view is written to until the job is done
 
@@ -160,9 +159,9 @@ class Reader:
             if self._closed:
                 future.set_result(Unreadable(reason="the reader is closed"))
                 return future
-            if pool not in self._pools:
-                self._pools[pool] = ThreadPoolExecutor(threads, f"reader-{self._level.name}-{pool}")
-            self._pools[pool].submit(job)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, f"reader-{self._level.name}")
+            self._pool.submit(job)
         return future
 
 

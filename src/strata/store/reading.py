@@ -13,10 +13,9 @@ from typing import TypeVar
 from strata.errors import DamagedFile
 from strata.store.content import header_page, padded_payload
 from strata.store.filesystem import Filesystem
-from strata.store.format import MAX_MANIFEST_BYTES, FileHeader, Manifest, decode_manifest, digester
+from strata.store.format import MAX_MANIFEST_BYTES, FileHeader, Manifest, decode_manifest, digest
 from strata.store.fs import aligned_buffer
 from strata.store.names import manifest_name
-from strata.store.reads import PIECE_BYTES
 from strata.types import PAGE, pad_to_page
 
 H = TypeVar("H", bound=FileHeader)
@@ -55,13 +54,9 @@ def read_block(fs: Filesystem, root: Path, header: FileHeader, index: int, view:
     path = root / header.path
     padded = pad_to_page(block.length)
     whole = view[: padded if len(view) >= padded else block.length]
-    found = digester()
     with _damage_in(path):
-        for at in range(0, len(whole), PIECE_BYTES):
-            piece = whole[at : at + PIECE_BYTES]
-            fs.read_into(path, block.offset + at, piece)
-            found.update(piece[: block.length - at])  # while the processor's cache has it
-        if found.digest() != block.digest:
+        fs.read_into(path, block.offset, whole)
+        if digest(whole[: block.length]) != block.digest:
             raise DamagedFile(f"digest: block {index} does not match it", field="digest")
 
 

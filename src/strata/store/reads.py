@@ -2,8 +2,11 @@
 
 A device is given a read as a list of memory segments. The arena's pages are small ones on most systems and lie
 scattered, so that 2 MiB of it are up to 512 segments; a large page is one. Measured on a virtual disk: 1.0-1.4 GB/s
-into scattered pages, 2.3-2.6 GB/s into large ones. So a direct read goes through a large page per thread, and is copied
-from there while the processor's cache still holds it.
+into scattered pages, 2.3-2.6 GB/s into large ones. So a direct read goes through a few large pages per thread, and is
+copied from there while the processor's cache still holds it.
+
+Every call that lets go of the GIL may wait to get it back, which in a busy process costs more than the call: a block is
+read by as few of them as possible.
 
 What the page cache holds already is not read from the device again. A direct read brings nothing into that cache.
 """
@@ -22,11 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from strata.errors import DamagedFile
+from strata.store.spans import LARGE_PAGE
 from strata.types import MIB, PAGE
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)
-PIECE_BYTES = 2 * MIB
-"""What is read at a time: the usual size of a large page, and it fits into a core's cache."""
+PIECE_BYTES = 8 * MIB
+"""What is read at a time: most blocks whole, and it fits into a processor's last cache."""
 _CACHESTAT = 451  # the system call's number on all processors that Linux 6.5 and an LLM are likely to meet
 
 
@@ -52,16 +56,16 @@ class Staging(threading.local):
 
     def _piece(self, n_bytes: int) -> memoryview:
         if self._memory is None:
-            self._memory = _in_large_page(PIECE_BYTES)
+            self._memory = _in_large_pages(PIECE_BYTES)
         return self._memory[:n_bytes]
 
 
-def _in_large_page(n_bytes: int) -> memoryview:
-    """Zeroed memory at a multiple of its size, in a large page if the system grants one."""
-    room = mmap.mmap(-1, 2 * n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _in_large_pages(n_bytes: int) -> memoryview:
+    """Zeroed memory, in large pages if the system grants them."""
+    room = mmap.mmap(-1, n_bytes + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # a system that knows no large pages
         room.madvise(mmap.MADV_HUGEPAGE)
-    start = -int(np.frombuffer(room, np.uint8).ctypes.data) % n_bytes
+    start = -int(np.frombuffer(room, np.uint8).ctypes.data) % LARGE_PAGE
     return memoryview(room)[start : start + n_bytes]
 
 
@@ -76,8 +80,9 @@ def is_cached(fd: int, offset: int, n_bytes: int) -> bool:
 
 
 @cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+def _libc() -> ctypes.PyDLL:
+    """Keeps the GIL: the call takes microseconds."""
+    return ctypes.PyDLL(None)
 
 
 def read_all(fd: int, path: Path, offset: int, view: memoryview) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.conftest import MakeContext
 
+from strata.engine.canonical import canonical, canonical_blob
 from strata.engine.layout import (
     BadState,
     Bytes,
@@ -19,7 +20,6 @@ from strata.engine.layout import (
     Kind,
     Layout,
     build,
-    canonical,
     discover_layout,
     grow_zero,
     join,
@@ -90,12 +90,15 @@ def test_split_and_join_are_exact(case: str, n_stages: int, make_context: MakeCo
 def test_canonical_bytes_do_not_depend_on_where_the_cells_lie(case: str, make_context: MakeContext) -> None:
     context = context_for(case, make_context)
     blob = held_state(context)
-    first = build(canonical(recognise(blob, context.layout)[0]))
+    found = recognise(blob, context.layout)[0]
+    first = build(canonical(found))
     context.remove(0)
     context.feed(1, [3] * 7, 0)
     assert context.state_set(blob)
     moved = context.state(context.transfer)
     assert np.array_equal(build(canonical(recognise(moved, context.layout)[0])), first)
+    in_place = canonical_blob(blob, found, canonical(found))
+    assert in_place is blob and np.array_equal(in_place, first)
 
 
 @every_memory
@@ -103,8 +106,10 @@ def test_rows_out_of_order_are_sorted(case: str, make_context: MakeContext) -> N
     context = context_for(case, make_context)
     state, fmt = recognise(held_state(context), context.layout)
     ordered = canonical(state)
-    backwards = parse(_reversed(build(ordered), context.layout, fmt), context.layout, fmt)
+    blob = _reversed(build(ordered), context.layout, fmt)
+    backwards = parse(blob, context.layout, fmt)
     assert np.array_equal(build(canonical(backwards)), build(ordered))
+    assert np.array_equal(canonical_blob(blob, backwards, canonical(backwards)), build(ordered))
 
 
 def _reversed(blob: Bytes, layout: Layout, fmt: CellFormat) -> Bytes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from strata.engine.canonical import canonical, canonical_blob
 from strata.engine.layout import (
     MAGIC,
     BadState,
@@ -22,15 +23,15 @@ from strata.engine.layout import (
     Layout,
     Part,
     State,
-    build,
-    canonical,
     parse,
 )
 from strata.engine.llama import Context
 from strata.engine.slots import Refusal, Slots
-from strata.types import BLOCK_BYTES, pad_to_page
+from strata.types import BLOCK_BYTES, MIB, pad_to_page
 
 _WORD = 4
+_KEPT_BYTES = 64 * MIB
+"""Memory of the last capture that is kept for the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +116,15 @@ class CheckpointFormat:
     def payload(self, blob: Bytes, position: int) -> Bytes:
         """The canonical payload of a checkpoint taken at `position`. Raises BadState when it lacks something.
 
-        An image is `blob` itself, changed: it may be too large to be there twice.
+        It is `blob` itself, changed, unless its rows must be put in order: it may be too large to be there twice.
         """
         if self.layout is None:
             blob[_WORD : 2 * _WORD] = 0  # the sequence it was taken from
             return blob
-        first = self.first(position)
-        state = canonical(parse(blob, self.layout, self.cells, checkpoint=True), first)
-        self._check(state, position)
-        return build(state)
+        found = parse(blob, self.layout, self.cells, checkpoint=True)
+        wanted = canonical(found, self.first(position))
+        self._check(wanted, position)
+        return canonical_blob(blob, found, wanted)
 
     def check(self, payload: Bytes, position: int) -> None:
         """Raises BadState unless `payload` is a canonical checkpoint of `position`."""
@@ -172,6 +173,7 @@ class Checkpoints:
         self._head_room = head_room
         self._ids = 0
         self._arriving: dict[int, _Arriving] = {}
+        self._memory: Bytes | None = None
 
     # ------------------------------------------------------------------------------------------------- hold and release
 
@@ -211,7 +213,7 @@ class Checkpoints:
             return f"checkpoint {checkpoint} is not held"
         n = self._checked_block(offset, held.payload_bytes, span)
         if held.payload is None:
-            blob = self._context.state(held.sequence, checkpoint=not self._format.is_image)
+            blob = self._state(held)
             try:
                 payload = self._format.payload(blob, held.position)
             except BadState as error:
@@ -223,8 +225,23 @@ class Checkpoints:
         span[room : room + n] = held.payload[offset : offset + n]
         span[room + n : room + pad_to_page(n)] = 0
         if offset + n == held.payload_bytes:
-            held.payload = None  # it can be made again while the checkpoint is held
+            self._keep(held)  # it can be made again while the checkpoint is held
         return None
+
+    def _state(self, held: Pending) -> Bytes:
+        """The blob of what is held, in memory that was touched before, if there is any: the first touch costs most."""
+        partial = not self._format.is_image
+        size = self._context.state_size(held.sequence, checkpoint=partial)
+        memory, self._memory = self._memory, None
+        if memory is None or len(memory) < size:
+            memory = np.empty(size, np.uint8)
+        return memory[: self._context.state_get(held.sequence, memory[:size], checkpoint=partial)]
+
+    def _keep(self, held: Pending) -> None:
+        """Keep the memory of a payload that was handed out for the next one, unless it is large."""
+        payload, held.payload = held.payload, None
+        if payload is not None and len(payload) <= _KEPT_BYTES:
+            self._memory = payload
 
     def _checked_block(self, offset: int, total: int, span: Bytes) -> int:
         """Payload bytes of the block at `offset`. ValueError when there is none, or the span is too small."""

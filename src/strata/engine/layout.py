@@ -78,7 +78,7 @@ class Part:
     """One cache's share of a state. `first` holds K (or R) and `second` V (or S), one tensor per layer.
 
     `cells`: int32 (cells, words). `n_layers`: the layer count the blob states: of a recurrent part it counts all
-    layers of the model (or of the stage), not only recurrent ones.
+    layers of the model (or of the stage), not only recurrent ones. `cells_at`: where the cells begin in the blob.
     """
 
     kind: Kind
@@ -88,6 +88,7 @@ class Part:
     transposed: bool
     first: tuple[Tensor, ...]
     second: tuple[Tensor, ...]
+    cells_at: int = 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -150,6 +151,10 @@ class _Reader:
         self._at = 0
 
     @property
+    def at(self) -> int:
+        return self._at
+
+    @property
     def left(self) -> int:
         return len(self._blob) - self._at
 
@@ -193,6 +198,7 @@ def _attention(reader: _Reader, layers: tuple[int, ...], fmt: CellFormat) -> Par
     if streams != 1:
         raise BadState(f"{streams} streams in a unified cache")
     n_cells = reader.u32()
+    cells_at = reader.at
     cells = reader.words(n_cells, fmt.words)
     if not n_cells:
         return Part(kind=Kind.ATTENTION, layers=layers, cells=cells, n_layers=0, transposed=False, first=(), second=())
@@ -211,11 +217,13 @@ def _attention(reader: _Reader, layers: tuple[int, ...], fmt: CellFormat) -> Par
         transposed=bool(v_trans),
         first=first,
         second=second,
+        cells_at=cells_at,
     )
 
 
 def _recurrent(reader: _Reader, layers: tuple[int, ...]) -> Part:
     n_cells = reader.u32()
+    cells_at = reader.at
     cells = reader.words(n_cells, 2)
     if (cells[:, 1] != 0).any():
         raise BadState("a recurrent cell with sequence ids")
@@ -232,6 +240,7 @@ def _recurrent(reader: _Reader, layers: tuple[int, ...]) -> Part:
         transposed=False,
         first=first,
         second=second,
+        cells_at=cells_at,
     )
 
 
@@ -299,30 +308,6 @@ def build(state: State) -> Bytes:
 def _joined(pieces: Sequence[bytes | Bytes]) -> Bytes:
     arrays = [np.frombuffer(p, np.uint8) if isinstance(p, bytes) else p.reshape(-1) for p in pieces]
     return np.concatenate(arrays)
-
-
-def canonical(state: State, first: int = 0) -> State:
-    """The same state with attention cells by position and sequence ids zeroed: equal content, equal bytes.
-
-    Attention cells below position `first` are left out.
-    """
-    return State(sequence=0, parts=tuple(_ordered(part, first) for part in state.parts))
-
-
-def _ordered(part: Part, first: int) -> Part:
-    if part.kind is Kind.RECURRENT or not len(part.cells):
-        return part
-    order = np.argsort(part.cells[:, 0], kind="stable")
-    order = order[part.cells[order, 0] >= first]
-    cells = part.cells[order]
-    cells[:, -1] = 0
-    if np.array_equal(order, np.arange(len(part.cells))):  # as usual: nothing to permute
-        return replace(part, cells=cells)
-    return replace(part, cells=cells, first=_take(part.first, order), second=_take(part.second, order))
-
-
-def _take(tensors: tuple[Tensor, ...], order: NDArray[np.intp]) -> tuple[Tensor, ...]:
-    return tuple(replace(t, rows=np.take(t.rows, order, axis=t.cell_axis)) for t in tensors)
 
 
 # ------------------------------------------------------------------------------------------------------- split and join

@@ -30,7 +30,7 @@ from strata.engine.slots import Refusal, Slots
 from strata.types import BLOCK_BYTES, MIB, pad_to_page
 
 _WORD = 4
-_KEPT_BYTES = 64 * MIB
+_KEPT_BYTES = 256 * MIB
 """Memory of the last capture that is kept for the next one."""
 
 

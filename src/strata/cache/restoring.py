@@ -8,6 +8,7 @@ which of its files are at fault, and why. What happens then is the ladder's busi
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,12 @@ from strata.types import BLOCK_BYTES, MIB, Key, Span, StageShape, Tokens, pad_to
 READ_AHEAD_BYTES = 48 * MIB
 """Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen.
 
-Enough that the disk always has several reads to do. More is not faster, and takes cores from whoever is writing then.
+Enough that the disk always has several reads to do.
 """
+FIRST_WINDOW = 3
+"""Blocks at the start, and for as long as the engine does not take them at once: its cores are somebody else's then."""
+AT_ONCE_S = 0.01
+"""What the engine takes within this time did not wait for another slot's step, or for a short one."""
 
 
 class Fault(Enum):
@@ -132,7 +137,8 @@ class Restoring:
         self._slot = slot
         self._engine_generation = engine.generation
         self._applied_bytes: Counter[str] = Counter()
-        self._window = window(engine)
+        self._most = window(engine)
+        self._window = min(FIRST_WINDOW, self._most)
 
     async def run(self, plan: Sequence[Planned], keep: int, upto: int) -> Applied:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
@@ -267,6 +273,7 @@ class Restoring:
         return bad or _Ready(spans=spans, ours=True)
 
     async def _apply(self, block: _Block, ready: _Ready, held: int, upto: int) -> BadSegment | None:
+        began = time.perf_counter()
         try:
             done = await self._engine.apply(
                 self._slot,
@@ -280,12 +287,18 @@ class Restoring:
             )
         finally:
             self._give_back(ready)
+        self._pace(time.perf_counter() - began)
         if done.ok and done.held == upto:
             return None
         if self._engine.generation != self._engine_generation:
             raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
         return BadSegment(planned=block.planned, fault=Fault.REFUSED, reason=reason)
+
+    def _pace(self, apply_s: float) -> None:
+        """Read further ahead while the engine takes blocks at once; hardly ahead while it has others to serve."""
+        step = 2 if apply_s < AT_ONCE_S else -2
+        self._window = max(min(FIRST_WINDOW, self._most), min(self._most, self._window + step))
 
     async def _drain(self, loads: _Loads) -> None:
         """Give back what was read but will not be applied."""

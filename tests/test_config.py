@@ -335,7 +335,7 @@ def test_which_levels_are_on(given: dict[str, str], warm: str | None, cold: str 
     [
         (
             {"warm_dir": "/w"},
-            "--conversation-cache-warm-dir /w is not used: --conversation-cache-warm-mib is 0",
+            "--conversation-cache-warm-dir /w is not used: --conversation-cache-warm-mib is 0; give it a budget",
         ),
         (
             {"warm_mib": "7"},

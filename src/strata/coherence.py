@@ -114,7 +114,7 @@ def _useless(config: Config) -> Iterator[str]:
         (_WARM, config.conversation_cache_warm_dir, config.conversation_cache_warm_mib),
     ):
         if folder is not None and not mib:
-            yield f"{level}-dir {folder} is not used: {level}-mib is 0"
+            yield f"{level}-dir {folder} is not used: {level}-mib is 0; give it a budget"
     if config.conversation_cache_warm_mib and config.conversation_cache_warm_dir is None:
         yield f"{_WARM}-mib {config.conversation_cache_warm_mib} is not used: {_WARM}-dir is empty"
     if config.slot_save_path is None and config.session_min_free_mib != SESSION_MIN_FREE_MIB:

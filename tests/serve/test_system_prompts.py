@@ -604,3 +604,13 @@ def test_conversations_are_neither_kept_nor_counted_as_lost(tmp_path: Path) -> N
         assert bench.cache.status() == []
 
     alone(tmp_path, scenario)
+
+
+def test_a_users_long_message_is_no_system_prompt(tmp_path: Path) -> None:
+    async def scenario(bench: Workbench) -> None:
+        for request in (ask(SYSTEM + " and what now?"), talk(1)):
+            await bench.whole(request)
+            await bench.whole(ask("x", system=""))
+        assert counts(bench, "written", "variants") == (1, 1)
+
+    alone(tmp_path, scenario)

@@ -37,6 +37,7 @@ log = logging.getLogger("strata.cache")
 LEVEL_NAME = "system-prompt"
 RESTAMP_S = 3600.0
 """The time of the last use is written again when the one on disk is older than this."""
+_NO_ROOM = "the one unused longest, beyond --system-prompt-cache-slots or --system-prompt-cache-mib"
 _RESTAMP_TICKET = -1  # no write of the level has it
 
 
@@ -286,7 +287,7 @@ class SystemPrompts:
             gone = disk.index.conversation(serial)
             self._stamped_s.pop(serial, None)
             if why in ("budget", "age"):
-                reason = "no room for it" if why == "budget" else "not used for longer than the limit"
+                reason = _NO_ROOM if why == "budget" else "not used for longer than the limit"
                 self._story.tell(
                     self._clock(), gone.conversation, "delete", f"{len(gone.tokens)} tokens from {LEVEL_NAME}: {reason}"
                 )

@@ -145,12 +145,28 @@ def _announce(config: Config, server: Server, url: str) -> None:
         """    -d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'\n""",
         flush=True,
     )
+    for line in _kept(config):
+        print(line)
     if config.last_dir_in_use is not None:
         print(
-            f"Conversations are kept in {config.last_dir_in_use}. Stop the server (Ctrl-C), start it again and send a\n"
-            "conversation's next turn: `cached_tokens` in the answer says how much of it was not read again.\n",
-            flush=True,
+            "Stop the server (Ctrl-C), start it again and send a conversation's next turn: `cached_tokens` in the\n"
+            "answer says how much of it was not read again."
         )
+    print(flush=True)
+
+
+def _kept(config: Config) -> Iterator[str]:
+    """Every folder that this server writes to, a line each."""
+    folders = {
+        "Conversations are kept in": config.warm_dir_in_use or config.cold_dir_in_use,
+        "and, when that is full, in": config.cold_dir_in_use if config.warm_dir_in_use else None,
+        "what they drop goes to": config.archive_dir_in_use,
+        "System prompts are kept in": config.system_prompt_dir_in_use,
+        "Sessions that are saved lie in": config.slot_save_path,
+    }
+    for what, folder in folders.items():
+        if folder is not None:
+            yield f"{what} {folder}"
 
 
 def _names(host: str) -> set[str]:

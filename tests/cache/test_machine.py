@@ -27,6 +27,7 @@ from tests.serve.workbench import BLOCK, LIMIT_S, Workbench, states_of
 from strata.cache.admission import Floors
 from strata.cache.cache import CacheLimits, ConversationCache
 from strata.cache.checkpoints import Captured
+from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.parking import Parking, ParkJob
 from strata.cache.put import DiskLimits
@@ -501,7 +502,7 @@ class Machine(RuleBasedStateMachine):
             await asyncio.wait(set(self.tasks))
         for _ in range(1000):
             under_way = self.cache.under_way or self.bench._passing_bytes()
-            if not under_way and all(disk._dropping_bytes == 0 for disk in self.cache._all_disks()):
+            if not under_way and all(disk.removals.n_bytes == 0 for disk in self.cache._all_disks()):
                 if all(disk.writer.flush(LIMIT_S) for disk in self.cache._all_disks()):
                     await asyncio.sleep(0)
                 break
@@ -603,7 +604,8 @@ class Machine(RuleBasedStateMachine):
         for level in levels:
             entries = [c for c in level.index.conversations() if c.born]
             for old in entries:
-                if level.index.is_outdated(old) and not getattr(level, "stuck", {}):
+                keep = level.limits.checkpoints if isinstance(level, DiskLevel) else 0
+                if level.index.is_outdated(old, keep) and not getattr(level, "stuck", {}):
                     provisional = self.cache.ram is not None and old.serial in self.cache.ram.provisional
                     assert provisional, f"{old} is outdated on {level!r}"
 

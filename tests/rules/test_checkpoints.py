@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.rules.checkpoints import CheckpointLimits, kept, root_position, to_take
+from strata.rules.checkpoints import CheckpointLimits, kept, outlive, root_position, to_take
 
 LIMITS = CheckpointLimits(keep=6, every=1000, root=100)
 
@@ -33,6 +33,24 @@ def test_the_deepest_stay_and_the_root(
     positions: list[int], root: int | None, keep: int, stay: tuple[int, ...]
 ) -> None:
     assert kept(positions, root=root, keep=keep) == stay
+
+
+@pytest.mark.parametrize(
+    ("old", "newer", "shared", "keep", "stays"),
+    [
+        ([], [90], 80, 6, False),
+        ([40, 80], [40, 80, 90], 85, 6, False),
+        ([40, 60, 80], [40, 90], 85, 6, True),  # it would have kept those at 60 and 80
+        ([40, 60, 80], [40, 90], 85, 2, False),  # two: the root and the deepest, which it has
+        ([40, 80], [40, 90], 70, 6, False),  # the one at 80 is of a reply that was rewritten
+        ([40, 60], [40, 70, 80, 90], 85, 4, False),  # dropped as one too many
+        ([40, 60], [40, 70, 80, 90], 85, 5, True),
+    ],
+)
+def test_a_state_stays_for_checkpoints_that_a_newer_one_lacks(
+    old: list[int], newer: list[int], shared: int, keep: int, stays: bool
+) -> None:
+    assert outlive(old, newer, shared=shared, keep=keep) == stays
 
 
 def test_a_prompt_is_read_up_to_its_root_its_frontier_and_the_multiples() -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
@@ -92,7 +92,9 @@ class ConversationCache:
         identity = engine.info.fingerprint
         self.counters = CacheCounters()
         self.story = Story()
-        self.disks = tuple(DiskLevel(level, limit, identity, clock) for level, limit in levels)
+        keep = limits.checkpoints.keep
+        own = [(level, replace(limit, checkpoints=keep)) for level, limit in levels]
+        self.disks = tuple(DiskLevel(level, limit, identity, clock) for level, limit in own)
         shelf = None
         if archive is not None:
             shelf = Archive(level=DiskLevel(archive[0], archive[1], identity, clock), ids_only=archive[2])

@@ -105,7 +105,7 @@ class Cascade:
         for last in self.levels[-1:]:
             last.age_out()
         if self.archive is not None:
-            self.archive.level.make_room(0)
+            self.archive.level.retry_stuck()
             self.archive.level.age_out()
 
     # --------------------------------------------------------------------------------------------------------- degrade

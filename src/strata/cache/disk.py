@@ -20,6 +20,7 @@ from strata.cache.counters import LevelCounters
 from strata.cache.entries import Conversation
 from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
+from strata.cache.removals import Removals
 from strata.cache.room import Room, first_to_go
 from strata.cache.splits import as_held, in_the_way
 from strata.cache.state import LevelIndex
@@ -63,8 +64,7 @@ class DiskLevel:
         self._puts: set[Put] = set()
         self._coming = Coming(self.index)
         self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
-        self._dropping_bytes = 0
-        self._dropping: set[str] = set()  # quarantined files that are being removed
+        self.removals = Removals(level, self.writer)
         self._failed_at: float | None = None
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ class DiskLevel:
         """Bytes the level's files will take once what is under way is done."""
         coming = sum(put.unwritten_bytes for put in self._puts)
         moving = self.index.bytes_named_by(self.moving, alone=True) if self.moving else 0
-        return self.level.used_bytes + coming - self._dropping_bytes - moving
+        return self.level.used_bytes + coming - self.removals.n_bytes - moving
 
     # --------------------------------------------------------------------------------------------------------- writing
 
@@ -217,7 +217,7 @@ class DiskLevel:
         self.index.add_conversation(entry)
         if not cut_short:
             self.on_recorded(entry)
-        if not self.limits.is_archive and self.index.is_outdated(entry):
+        if not self.limits.is_archive and self.index.is_outdated(entry, self.limits.checkpoints):
             self.let_go([entry.serial], "superseded")
         if self.limits.keep:
             self.let_go(self.index.oldest_beyond(entry.conversation, self.limits.keep), "superseded")
@@ -237,7 +237,8 @@ class DiskLevel:
     def supersede(self, by: Conversation, *, longest: int | None = None) -> None:
         """Let go older states of the same conversation. `longest`: spare those of more tokens."""
         old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest, born=by.born)
-        self.let_go(old, "superseded")
+        index, keep = self.index, self.limits.checkpoints
+        self.let_go([s for s in old if not index.outlives(index.conversation(s), by, keep)], "superseded")
 
     def _compact(self, by: Conversation) -> None:
         limit = self.limits.divergence_tokens
@@ -264,14 +265,11 @@ class DiskLevel:
 
     def _drop_quarantined(self, n_bytes: int) -> None:
         """What was set aside goes before any sound conversation; counted and logged."""
-        gone = first_to_go(self.level.quarantined(), self._dropping, n_bytes)
+        gone = first_to_go(self.level.quarantined(), self.removals.files, n_bytes)
         self.counters.quarantined_dropped += len(gone)
         if gone:
-            self._dropping.update(gone)
-            self._dropping_bytes += sum(gone.values())
             log.warning("%s: %d damaged files, set aside before, make room", self.name, len(gone))
-            removal = self.writer.remove_files(tuple(gone))
-            asyncio.wrap_future(removal).add_done_callback(partial(self._dropped, sum(gone.values())))
+            self.removals.remove_files(gone)
 
     @property
     def is_over_budget(self) -> bool:
@@ -311,6 +309,7 @@ class DiskLevel:
 
     def retry_stuck(self) -> None:
         """Let everything that could not leave try again."""
+        self.removals.retry(lambda key: key in self._coming or self.index.holds(key) or self.index.is_named(key))
         stuck, self.stuck = self.stuck, {}
         for serial, why in stuck.items():
             if why != "budget" and self.index.has_conversation(serial):
@@ -376,22 +375,18 @@ class DiskLevel:
 
     def _drop(self, serials: Sequence[int], keys: Iterable[Key] | None) -> None:
         """Take manifests and segments out of the index and off the disk. `keys` None: what nothing names any more."""
-        n_bytes = sum(self.index.conversation(serial).manifest_bytes for serial in serials)
+        manifests = {serial: self.index.conversation(serial).manifest_bytes for serial in serials}
         loose = self.index.remove_conversations(serials)
         gone = loose if keys is None else tuple(keys)
         if not serials and not gone:
             return
-        n_bytes += sum(self.index.bytes_of(key) for key in gone)
+        n_bytes = sum(self.index.bytes_of(key) for key in gone)
         self.index.remove_segments(gone)
-        self._dropping_bytes += n_bytes
-        asyncio.wrap_future(self.writer.drop(serials, gone)).add_done_callback(partial(self._dropped, n_bytes))
+        self.removals.remove(manifests, gone, n_bytes)
 
     def _drop_unnamed(self, keys: Iterable[Key]) -> None:
         """Delete what a put wrote in vain; not what was there before and belongs to a stored conversation."""
         self._drop((), [key for key in keys if not self.index.is_named(key)])
-
-    def _dropped(self, n_bytes: int, _: object) -> None:
-        self._dropping_bytes -= n_bytes
 
     def close(self) -> None:
         """End the threads and release the directory."""

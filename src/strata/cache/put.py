@@ -16,7 +16,8 @@ class DiskLimits:
     """What a level may take. `rejects`: a full one refuses what is new instead of letting its oldest go.
 
     `divergence_tokens`: see LevelIndex.compacted_by; 0 = never. `max_age_s`: 0 = never by time. `is_archive`: nothing
-    supersedes anything, and of each conversation the newest `keep` states stay (0 = all).
+    supersedes anything, and of each conversation the newest `keep` states stay (0 = all). `checkpoints`: most that a
+    state keeps.
     """
 
     budget_bytes: int
@@ -25,6 +26,7 @@ class DiskLimits:
     max_age_s: float = 0.0
     is_archive: bool = False
     keep: int = 0
+    checkpoints: int = 6
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

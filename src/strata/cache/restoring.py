@@ -137,6 +137,7 @@ class Restoring:
         self._slot = slot
         self._engine_generation = engine.generation
         self._applied_bytes: Counter[str] = Counter()
+        self._in_order = asyncio.Lock()
         self._most = window(engine)
         self._window = min(FIRST_WINDOW, self._most)
 
@@ -250,10 +251,11 @@ class Restoring:
         return BadSegment(planned=block.planned, fault=Fault.DAMAGED, reason="its copy in RAM has changed")
 
     async def _read(self, block: _Block, disk: DiskLevel) -> _Ready | BadSegment:
-        headers = await asyncio.shield(block.headers)
-        if isinstance(headers, BadSegment):
-            return headers
-        spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start, block.stages))
+        async with self._in_order:  # or a later block could take the memory that the next one waits for
+            headers = await asyncio.shield(block.headers)
+            if isinstance(headers, BadSegment):
+                return headers
+            spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start, block.stages))
         if spans is None:
             reason = "there is no memory to read it into"
             return BadSegment(planned=block.planned, fault=Fault.NO_MEMORY, reason=reason)

@@ -18,6 +18,7 @@ import numpy as np
 
 from strata.cache.checkpoint_index import CheckpointIndex
 from strata.cache.entries import NO_MATCH, Conversation, HeldCheckpoint, HeldSegment, Match
+from strata.rules.checkpoints import outlive
 from strata.rules.eviction import Evictable, Eviction, plan_eviction
 from strata.rules.prefix import next_key, shared_prefix
 from strata.types import SEGMENT_TOKENS, Key, Segment, StageShape, Tokens
@@ -172,10 +173,19 @@ class LevelIndex:
                 found.append(old.serial)
         return tuple(sorted(found))
 
-    def is_outdated(self, entry: Conversation) -> bool:
-        """Whether a state that was parked later, and is no shorter, supersedes this one."""
+    def is_outdated(self, entry: Conversation, keep: int = 0) -> bool:
+        """Whether a state that was parked later, and is no shorter, supersedes this one. `keep`: see `outlives`."""
         later = (c for c in self._same(entry.conversation, entry.root) if c.born > entry.born)
-        return any(len(c.tokens) >= len(entry.tokens) and entry.is_continued_by(c.tokens) for c in later)
+        longer = (c for c in later if len(c.tokens) >= len(entry.tokens) and entry.is_continued_by(c.tokens))
+        return any(not keep or not self.outlives(entry, c, keep) for c in longer)
+
+    def outlives(self, old: Conversation, newer: Conversation, keep: int) -> bool:
+        """Whether `old` has checkpoints that `newer`, which goes on from it, lacks and would keep, keeping `keep`."""
+        if not old.checkpoints:
+            return False
+        positions = [at for at, _ in self.usable_checkpoints(old.serial)]
+        others = [at for at, _ in newer.checkpoints]
+        return outlive(positions, others, shared=shared_prefix(old.tokens, newer.tokens), keep=keep)
 
     def _same(self, conversation: bytes, root: Key) -> list[Conversation]:
         serials = self._serials_by_conversation.get(conversation, ())

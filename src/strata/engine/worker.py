@@ -58,7 +58,8 @@ def main() -> None:
     arguments.add_argument("--chunk-socket", type=int, default=_NO_SOCKET)
     descriptor = arguments.parse_args().chunk_socket
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front decides when we end
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C and a service's stop reach every process
+        signal.signal(number, signal.SIG_IGN)  # the front decides when we end
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     commands, events = _take_pipe()
     chunks = Chunks(socket.socket(fileno=descriptor) if descriptor >= 0 else None)

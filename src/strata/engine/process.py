@@ -38,6 +38,7 @@ from strata.engine.protocol import (
     Run,
     RunFailed,
     Shutdown,
+    Steps,
 )
 from strata.engine.wire import FrameCutter, decode_event, encode_frame
 from strata.errors import BadRequest, ConfigError, EngineGone, EngineRefused, ModelError, RunError, StrataError
@@ -71,6 +72,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self._descriptors = descriptors
         self._gone: str | None = None  # why, once it is
+        self.steps = Steps()
         self._cutter = FrameCutter()
         self._jobs: dict[int, asyncio.Future[Answer | JobFailed]] = {}
         self._runs: dict[int, RunHandle] = {}
@@ -252,6 +254,8 @@ class EngineProcess(asyncio.SubprocessProtocol):
                 self._on_loading(event)
         elif isinstance(event, Ready | LoadFailed):
             self._loaded.set_result(event)
+        elif isinstance(event, Steps):
+            self.steps = event
         elif isinstance(event, Progress | Delta | Held | Finished | RunFailed):
             run = self._runs.get(event.request)
             if isinstance(event, Finished | RunFailed):

@@ -20,6 +20,7 @@ from benchmarks.clients import ask, question, rate
 from benchmarks.inprocess import say
 from benchmarks.llama_server import check_installed
 from benchmarks.pairs import both, in_turns
+from benchmarks.prepare import measure as measure_prepare
 from benchmarks.process import ServerProcess
 from benchmarks.text import prose
 
@@ -74,6 +75,10 @@ async def ttft(_folder: Path, rounds: int) -> dict[str, float]:
         return {"ttft_ratio": await in_turns("seconds to the first token", servers, first_token, 2 * rounds)}
 
 
+async def prepare(_folder: Path, _rounds: int) -> dict[str, float]:
+    return await measure_prepare()
+
+
 Part = Callable[[Path, int], Awaitable[dict[str, float]]]
 PARTS: dict[str, Part] = {
     "decode": decode,
@@ -83,6 +88,7 @@ PARTS: dict[str, Part] = {
     "agenda": serve_long.agenda,
     "returning-ram": serve_long.against_ram,
     "returning-none": serve_long.against_none,
+    "prepare": prepare,
 }
 
 

@@ -30,7 +30,6 @@ from strata.engine.protocol import (
     RunFailed,
     Shutdown,
     SlotJob,
-    pack_tokens,
     unpack_tokens,
 )
 from strata.engine.request import Request
@@ -102,11 +101,8 @@ class Loop:
 
     def _receive(self) -> None:
         wait = not self._active and not self._waiting
-        while True:
-            try:
-                command = self._inbox.get(block=wait)
-            except queue.Empty:
-                return
+        while wait or not self._inbox.empty():
+            command = self._inbox.get()
             wait = False
             if isinstance(command, Shutdown):
                 self._closing = True
@@ -244,7 +240,7 @@ class Loop:
         """Decode `parts`; False when it was stopped. When it failed: without the youngest (pool full), or singly."""
         rows = self._fill(parts)
         self._context.stop[0] = 0  # before anybody may set it for this step
-        if self._can_stop:
+        if self._can_stop and not parts[-1][0].is_writing:  # those who read come last
             self._stoppable = frozenset(request.number for request, _ in parts if not request.is_writing)
         code = self._clock.inside(partial(self._context.decode, rows))
         self._stoppable = frozenset()
@@ -274,11 +270,15 @@ class Loop:
         for request, n in parts:
             held = self._jobs.held(request.slot)
             end = row + n
-            batch.token[row:end] = request.last if request.is_writing else request.tokens[held : held + n]
-            batch.position[row:end] = np.arange(held, held + n)
-            batch.sequence[row:end] = request.slot
-            batch.want[row:end] = 0
-            batch.want[end - 1] = request.is_writing or held + n == len(request.tokens)
+            if request.is_writing:
+                batch.token[row], batch.position[row] = request.last, held
+                batch.sequence[row], batch.want[row] = request.slot, 1
+            else:
+                batch.token[row:end] = request.tokens[held : held + n]
+                batch.position[row:end] = np.arange(held, held + n)
+                batch.sequence[row:end] = request.slot
+                batch.want[row:end] = 0
+                batch.want[end - 1] = held + n == len(request.tokens)
             row = end
         return row
 
@@ -308,7 +308,7 @@ class Loop:
             self._finish(request, "stop")
             return
         text = request.take(token, self._vocabulary.piece(token))
-        self._events.append(Delta(request=request.number, tokens=pack_tokens([token]), text=text))
+        self._events.append(Delta(request=request.number, tokens=token.to_bytes(4, "little"), text=text))
         if request.text.stop_string is not None:
             self._finish(request, "stop")
         elif not request.left:

@@ -84,10 +84,10 @@ class Loop:
             self._flush()
             if self._active:
                 rows = self._step()
-                self._flush()
                 if counts:
                     self._clock.end(rows)
-            self._clock.begin()
+                self._clock.begin()
+                self._flush()
 
     def _flush(self) -> None:
         if self._ended:

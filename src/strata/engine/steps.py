@@ -1,7 +1,7 @@
 """What the loop's steps cost: time inside llama.cpp (decoding, sampling), and the rest, which is ours.
 
-A step lasts from the look at what has arrived to the sending of its events. Turns of the loop that carried out commands
-of slots are not counted: moving blocks is bounded by a budget of its own.
+A step lasts from the end of the one before, so that sending the events of that one is part of it. Turns of the loop
+that carried out commands of slots are not counted: moving blocks is bounded by a budget of its own.
 """
 
 from __future__ import annotations

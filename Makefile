@@ -14,7 +14,7 @@ ifneq ($(filter x86_64 amd64,$(shell uname -m)),)
 export CMAKE_ARGS ?= -DGGML_NATIVE=OFF
 endif
 
-.PHONY: help serve test check crash docs bench-restart bench-park bench-restore clean
+.PHONY: help serve test check crash docs bench-restart bench-park bench-restore bench-serve clean
 
 help:
 	@echo "make serve          install into $(VENV) and serve the bundled model with a durable cache (ARGS=... adds flags)"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-restart  measure what a restart costs with and without the cache"
 	@echo "make bench-park     measure what keeping conversations costs (ARGS=\"stall save\": parts of it) and saves"
 	@echo "make bench-restore  measure what bringing a conversation back costs (ARGS=\"rates stall\": parts of it), and what is reused"
+	@echo "make bench-serve    measure Strata against llama-server (ARGS=\"decode ttft\": parts of it)"
 	@echo "make docs           write docs/flags.md and docs/errors.md anew"
 
 serve: $(VENV)/.installed-demo
@@ -54,6 +55,9 @@ bench-park: $(VENV)/.installed-dev
 
 bench-restore: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.restore $(ARGS)
+
+bench-serve: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.serve $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,4 +1,4 @@
-"""A real `strata serve` in a process of its own, for benchmarks that measure what a client sees."""
+"""Real servers in processes of their own, for benchmarks that measure what a client sees: Strata, and its peer."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class ServerProcess:
     """A started server; `chat` and `status` talk to it over HTTP."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.url = url
         self._process = process
         self._http = httpx.Client(base_url=url, timeout=600)
 
@@ -101,10 +102,23 @@ class ServerProcess:
 @contextmanager
 def serving(*flags: str, model: str = "demo") -> Iterator[ServerProcess]:
     """`strata serve` with these flags, on a free port, until the block ends."""
+    with _started("strata.cli.main", "serve", "--model", model, *flags) as server:
+        yield server
+
+
+@contextmanager
+def serving_llama(*flags: str) -> Iterator[ServerProcess]:
+    """llama-server with the same model and the flags of `benchmarks.llama_server`; it has no `status`."""
+    with _started("benchmarks.llama_server", *flags) as server:
+        yield server
+
+
+@contextmanager
+def _started(module: str, *arguments: str) -> Iterator[ServerProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "strata.cli.main", "serve", "--model", model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         server = ServerProcess(process, f"http://127.0.0.1:{port}")

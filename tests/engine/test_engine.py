@@ -68,6 +68,23 @@ def test_detokenizing_ids_that_do_not_exist(rig: Rig) -> None:
 # ----------------------------------------------------------------------------------------------------------- generation
 
 
+def test_the_cost_of_its_steps_is_told_when_a_request_ends(rig: Rig) -> None:
+    before = rig.client.steps
+    rig.generate(rig.chat(QUESTION), max_tokens=20, ignore_eos=True)
+    after = rig.client.steps
+    # the first token came from the turn of the loop that took the command, which is not counted
+    assert after.count - before.count == 19
+    assert after.rows - before.rows == 19
+    assert 0 < after.outside_s - before.outside_s < after.inside_s - before.inside_s
+
+
+def test_the_greedy_choice_is_llama_cpps(rig: Rig) -> None:
+    tokens = rig.chat(QUESTION)
+    biased = Sampling(temperature=0, logit_bias={0: 0.0})  # changes nothing, but goes through a chain of samplers
+    ours, theirs = (rig.generate(tokens, max_tokens=30, sampling=sampling) for sampling in (GREEDY, biased))
+    assert ours.tokens == theirs.tokens
+
+
 def test_a_reply(rig: Rig) -> None:
     tokens = rig.chat(QUESTION)
     reply = rig.generate(tokens, max_tokens=60)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import strata
-from strata.cli.process import bind, raise_descriptor_limit, share_the_interpreter, signals
+from strata.cli.process import bind, loop_factory, raise_descriptor_limit, share_the_interpreter, signals
 from strata.config import Config, info_line
 from strata.serve.wiring import Server
 from strata.web.app import Doorway, create_app
@@ -36,8 +36,8 @@ def serve(config: Config) -> int:
         _log.warning("%s", warning)
     raise_descriptor_limit()
     share_the_interpreter()
-    with bind(config.host, config.port) as listener:
-        return asyncio.run(_run(config, listener))
+    with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_run(config, listener))
 
 
 async def _run(config: Config, listener: socket.socket) -> int:

@@ -33,6 +33,7 @@ from strata.engine.protocol import (
     Prepared,
     ReleaseCheckpoint,
     Run,
+    Steps,
     Trim,
     pack_tokens,
 )
@@ -132,6 +133,11 @@ class EngineClient:
     def pid(self) -> int | None:
         """The process's id; None while there is none."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def steps(self) -> Steps:
+        """What the steps of the process that runs have cost so far; all zero while there is none."""
+        return self._process.steps if self._process is not None else Steps()
 
     def _take_chunk(self, index: int, size: int, fd: int | None, name: str | None) -> None:
         chunk = Chunk(index, size, fd, name)

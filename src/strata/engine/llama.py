@@ -188,15 +188,12 @@ class Vocabulary:
 
     def piece(self, token: int) -> bytes:
         """The bytes a generated token adds to the text; control tokens add none. For the engine thread only."""
-        known = self._pieces.get(token)
-        if known is not None:
-            return known
-        buffer = ctypes.create_string_buffer(64)
-        n = int(api.llama_token_to_piece(self._pointer, token, buffer, len(buffer), 0, False))
-        if n < 0:
-            buffer = ctypes.create_string_buffer(-n)
-            n = int(api.llama_token_to_piece(self._pointer, token, buffer, len(buffer), 0, False))
-        self._pieces[token] = buffer.raw[:n]
+        if token not in self._pieces:
+            n = -64
+            while n < 0:  # the room it takes
+                buffer = ctypes.create_string_buffer(-n)
+                n = int(api.llama_token_to_piece(self._pointer, token, buffer, len(buffer), 0, False))
+            self._pieces[token] = buffer.raw[:n]
         return self._pieces[token]
 
 
@@ -354,6 +351,9 @@ class Context:
 
     def sample(self, sampler: Sampler, row: int) -> int:
         """The next token after batch row `row`, whose logits were wanted."""
+        if sampler.is_greedy:  # llama.cpp would first copy all logits into a list of candidates
+            logits = api.llama_get_logits_ith(self._pointer, row)
+            return int(np.ctypeslib.as_array(logits, (self.model.vocabulary.n_tokens,)).argmax())
         return int(api.llama_sampler_sample(sampler.pointer, self._pointer, row))
 
 
@@ -364,10 +364,11 @@ class Sampler:
     """One request's sampler chain. `recent`: the tokens before the first sampled one, for the penalties."""
 
     def __init__(self, vocabulary: Vocabulary, sampling: Sampling, recent: Tokens) -> None:
-        params = api.llama_sampler_chain_default_params()
-        self.pointer = api.llama_sampler_chain_init(params)
-        for stage in self._stages(vocabulary, sampling):
+        self.pointer = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        stages = self._stages(vocabulary, sampling)
+        for stage in stages:
             api.llama_sampler_chain_add(self.pointer, stage)
+        self.is_greedy = sampling.temperature <= 0 and len(stages) == 1
         for token in recent[-PENALTY_WINDOW:]:
             api.llama_sampler_accept(self.pointer, int(token))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -29,12 +30,12 @@ from strata.engine.protocol import (
     RunFailed,
     Shutdown,
     SlotJob,
-    pack_tokens,
     unpack_tokens,
 )
 from strata.engine.request import Request
 from strata.engine.selftest import is_cuttable
 from strata.engine.startup import Served
+from strata.engine.steps import StepClock
 from strata.engine.turns import Part, Turns, knobs_of
 
 SlotCommand = Run | SlotJob
@@ -66,23 +67,32 @@ class Loop:
             stoppable=self._can_stop,
         )
         self._jobs = Jobs(served.slots, served.checkpoints, chunks)
+        self._clock = StepClock()
         self._inbox = inbox
         self._send = send
         self._events: list[Event] = []
         self._waiting: list[SlotCommand] = []
         self._active: list[Request] = []  # in order of arrival
+        self._ended = False  # a request has, since events were sent
         self._closing = False
 
     def run(self) -> None:
         while not self._closing:
             self._receive()
+            counts = not self._waiting
             self._work()
             self._flush()
             if self._active:
-                self._step()
+                rows = self._step()
+                if counts:
+                    self._clock.end(rows)
+                self._clock.begin()
                 self._flush()
 
     def _flush(self) -> None:
+        if self._ended:
+            self._events.append(self._clock.counts())
+            self._ended = False
         if self._events:
             self._send(self._events)
             self._events = []
@@ -91,11 +101,8 @@ class Loop:
 
     def _receive(self) -> None:
         wait = not self._active and not self._waiting
-        while True:
-            try:
-                command = self._inbox.get(block=wait)
-            except queue.Empty:
-                return
+        while wait or not self._inbox.empty():
+            command = self._inbox.get()
             wait = False
             if isinstance(command, Shutdown):
                 self._closing = True
@@ -209,11 +216,12 @@ class Loop:
         self._active.remove(request)
         if request.sampler is not None:
             request.sampler.close()
+        self._ended = True
 
     # ------------------------------------------------------------------------------------------------------------- step
 
-    def _step(self) -> None:
-        """One decode: what the agenda plans."""
+    def _step(self) -> int:
+        """One decode: what the agenda plans. Returns its rows."""
         plan = self._turns.plan(self._active, self._jobs.held)
         for request, _ in plan.parts:
             request.begin_reading()
@@ -221,6 +229,7 @@ class Loop:
         began = time.perf_counter()
         if self._decode(plan.parts):
             self._turns.done(plan, time.perf_counter() - began, writing)
+        return sum(n for _, n in plan.parts)
 
     def interrupt(self, number: int) -> None:
         """A request was cancelled: stop the step that reads its prompt. From any thread, its Cancel queued."""
@@ -231,9 +240,9 @@ class Loop:
         """Decode `parts`; False when it was stopped. When it failed: without the youngest (pool full), or singly."""
         rows = self._fill(parts)
         self._context.stop[0] = 0  # before anybody may set it for this step
-        if self._can_stop:
+        if self._can_stop and not parts[-1][0].is_writing:  # those who read come last
             self._stoppable = frozenset(request.number for request, _ in parts if not request.is_writing)
-        code = self._context.decode(rows)
+        code = self._clock.inside(partial(self._context.decode, rows))
         self._stoppable = frozenset()
         if code == 0:
             self._advance(parts)
@@ -261,11 +270,15 @@ class Loop:
         for request, n in parts:
             held = self._jobs.held(request.slot)
             end = row + n
-            batch.token[row:end] = request.last if request.is_writing else request.tokens[held : held + n]
-            batch.position[row:end] = np.arange(held, held + n)
-            batch.sequence[row:end] = request.slot
-            batch.want[row:end] = 0
-            batch.want[end - 1] = request.is_writing or held + n == len(request.tokens)
+            if request.is_writing:
+                batch.token[row], batch.position[row] = request.last, held
+                batch.sequence[row], batch.want[row] = request.slot, 1
+            else:
+                batch.token[row:end] = request.tokens[held : held + n]
+                batch.position[row:end] = np.arange(held, held + n)
+                batch.sequence[row:end] = request.slot
+                batch.want[row:end] = 0
+                batch.want[end - 1] = held + n == len(request.tokens)
             row = end
         return row
 
@@ -285,8 +298,9 @@ class Loop:
                 if not request.left:
                     self._finish(request, "length")
                     continue
-            assert request.sampler is not None, "set when the request started"
-            self._take(request, self._context.sample(request.sampler, row - 1))
+            sampler = request.sampler
+            assert sampler is not None, "set when the request started"
+            self._take(request, self._clock.inside(partial(self._context.sample, sampler, row - 1)))
 
     def _take(self, request: Request, token: int) -> None:
         """One sampled token: an event, and perhaps the end."""
@@ -294,7 +308,7 @@ class Loop:
             self._finish(request, "stop")
             return
         text = request.take(token, self._vocabulary.piece(token))
-        self._events.append(Delta(request=request.number, tokens=pack_tokens([token]), text=text))
+        self._events.append(Delta(request=request.number, tokens=token.to_bytes(4, "little"), text=text))
         if request.text.stop_string is not None:
             self._finish(request, "stop")
         elif not request.left:

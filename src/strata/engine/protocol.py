@@ -294,6 +294,15 @@ class RunFailed(Message, frozen=True):
     held: int
 
 
+class Steps(Message, frozen=True):
+    """All steps of this process so far, told whenever a request ends: their seconds in llama.cpp, and outside it."""
+
+    count: int = 0
+    rows: int = 0
+    inside_s: float = 0.0
+    outside_s: float = 0.0
+
+
 Event = (
     Loading
     | Ready
@@ -307,6 +316,7 @@ Event = (
     | Delta
     | Finished
     | RunFailed
+    | Steps
 )
 
 

@@ -21,6 +21,8 @@ class StopScanner:
 
     def feed(self, text: str) -> str:
         """Take more text; returns what is now certain. After a stop was found, nothing more comes out."""
+        if not self._stops:
+            return text
         if self.found is not None:
             return ""
         self._held += text

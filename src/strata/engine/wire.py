@@ -80,7 +80,7 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def send(self, events: Iterable[Event]) -> None:
-        data = memoryview(b"".join(encode_frame(event) for event in events))
+        data = b"".join([encode_frame(event) for event in events])
         with self._lock:
             while data:
                 data = data[os.write(self._fd, data) :]

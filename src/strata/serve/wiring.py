@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
+
 import strata
 from strata.cache.cache import TRANSIENT_BYTES, ConversationCache
 from strata.cache.sessions import SESSION_ARENA_BYTES, SessionMover
@@ -341,7 +343,13 @@ class Server:
             "version": strata.__version__,
             "ready": self.health()[0],
             "uptime_s": round(time.time() - self._started_s, 1),
-            "engine": {"state": engine.state, "pid": engine.pid, "generation": engine.generation, **self.facts()},
+            "engine": {
+                "state": engine.state,
+                "pid": engine.pid,
+                "generation": engine.generation,
+                "steps": msgspec.structs.asdict(engine.steps),
+                **self.facts(),
+            },
             "slots": slots,
             "waiting": shop.slots.waiting,
             "queue": shop.slots.queue.status(),

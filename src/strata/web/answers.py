@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from strata.errors import EngineGone, StrataError
-from strata.serve.request import Completed, Reading, Started, Text, TurnEvent, TurnRequest, Waiting
+from strata.serve.request import Completed, Parked, Reading, Started, Text, TurnEvent, TurnRequest, Waiting
 from strata.web.errors import json_response, strata_error_content
 from strata.web.exchange import ClientGone, Exchange, Exchanges
 
@@ -112,6 +112,9 @@ class StreamedAnswer(Response):
                         comment = b": active\n\n"
                     case Started():
                         comment = b": reading\n\n"
+                    case Parked():
+                        comment = b": parked, waits for room\n\n"
+                        out += comment
                     case Waiting() | Reading():
                         comment = _progress(event)
                         if now() - told_at >= self._limits.progress_s:

@@ -86,6 +86,12 @@ class Desk:
         await self.close()
         return rate
 
+    async def move_s(self) -> float:
+        """Seconds in the engine that the move of one block takes, between two steps."""
+        engine, step = self.bench.engine, self.bench.engine.info.block_tokens
+        done = [await engine.compact(self.writer.index, start, start + step) for start in range(0, 16 * step, step)]
+        return statistics.median(one.seconds for one in done)
+
     async def beside_idle(self) -> float:
         left = self.tax.left
         for slot in self.shop.slots.all:
@@ -99,6 +105,7 @@ class Desk:
             f"longest wait {1000 * max(gaps):.0f} ms, median {1000 * statistics.median(gaps):.0f} ms"
         )
         rate = await self.rate()
+        say(f"moving a block takes {1000 * await self.move_s():.1f} ms")
         await self.close()
         return rate
 
@@ -120,7 +127,7 @@ async def measure(folder: Path, rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=DESCRIPTION)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the disk to keep them on")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="strata-bench-", dir=given.dir) as name:
         print(json.dumps({"idle_tax": round(asyncio.run(measure(Path(name), given.rounds)), 3)}))

@@ -49,7 +49,6 @@ def test_four_clients_in_a_pool_of_one_and_a_third_contexts(tmp_path: Path, cach
     with RunningServer(tmp_path / "log", *FLAGS, *ram, cold=cold) as server:
         with ThreadPoolExecutor(4) as clients:
             replies = list(clients.map(lambda n: stream(server, n), range(1, 5)))
-        assert sum(reply["parked"] for reply in replies) >= 2
         assert sum(reply["aside"] for reply in replies) >= 1, "nobody had to step aside in the middle of a reply"
         for n, reply in enumerate(replies, 1):
             usage = reply["usage"]

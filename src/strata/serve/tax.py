@@ -45,6 +45,10 @@ class PoolTax:
         if self._due():
             watched(self._let_go(), "making the pool smaller", self.tasks)
 
+    def status(self) -> dict[str, object]:
+        """For /v1/status; null what was not measured."""
+        return {"left": self.left, "idle_cell_us": None if self._cell_s is None else 1e6 * self._cell_s}
+
     def _due(self) -> list[Slot]:
         """The idle slots whose conversation has cost the others more than it costs to bring it back."""
         return [slot for slot in self._shop.slots.all if not slot.busy and len(slot.tokens) and self._costs_more(slot)]

@@ -353,7 +353,7 @@ class Server:
             "slots": slots,
             "waiting": shop.slots.waiting,
             "queue": shop.slots.queue.status(),
-            "pool": {**shop.pool.status(), "left": self._tax.left if self._tax is not None else 0},
+            "pool": {**shop.pool.status(), **(self._tax.status() if self._tax is not None else {})},
             "levels": [] if shop.cache is None else shop.cache.status(),
             "cache": None if shop.cache is None else cache_status(shop.cache, len(shop.parks)),
             "system_prompts": None if shop.cache is None else system_prompt_status(shop.cache),

@@ -90,12 +90,12 @@ class StreamedAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _first(self, exchange: Exchange) -> TurnEvent | None:
-        """What the headers wait for: the cache report. When it takes too long, the last place in the queue, or None."""
+        """What the headers wait for: the cache report. When it takes too long, what it waits for, or None."""
         now = asyncio.get_running_loop().time
         deadline, place = now() + self._limits.started_wait_s, None
         while (left_s := deadline - now()) > 0:
             event = await exchange.event(within_s=left_s)
-            if not isinstance(event, Waiting):
+            if not isinstance(event, Waiting | Parked):
                 return event or place
             place = event
         return place

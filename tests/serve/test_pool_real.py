@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.tiny_models import write_tiny_models
 from tests.serve.running import RunningServer, wait_for
 
-CONTEXT, CELLS = 512, 666
+from strata.serve.wiring import find_model
+
+CONTEXT, CELLS, REPLY = 512, 666, 330
 FLAGS = ("--parallel=4", f"--context={CONTEXT}", f"--pool-cells={CELLS}", "--threads=1")
 
 
@@ -19,7 +22,7 @@ def stream(server: RunningServer, n: int) -> dict[str, Any]:
     body = {
         "prompt": f"The secret word of client {n} is ZEBRA{n}{n}. " + f"Client {n} counts sheep. " * 12,
         "temperature": 0,
-        "max_tokens": 400,
+        "max_tokens": REPLY,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -42,18 +45,21 @@ def stream(server: RunningServer, n: int) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("cache", ["off", "on"])
-def test_four_clients_in_a_pool_of_one_and_a_third_contexts(tmp_path: Path, cache: str) -> None:
+@pytest.mark.parametrize(("model", "cache"), [("qwen2vl", "off"), ("demo", "on")])
+def test_four_clients_in_a_pool_of_one_and_a_third_contexts(tmp_path: Path, model: str, cache: str) -> None:
+    path = model
+    if model != "demo":
+        path = str(write_tiny_models(tmp_path, vocabulary_of=find_model("demo"))[model])
     ram = ("--conversation-cache-mib=256", "--conversation-cache-min-free-mib=0") if cache == "on" else ()
     cold = tmp_path / "cold" if cache == "on" else None
-    with RunningServer(tmp_path / "log", *FLAGS, *ram, cold=cold) as server:
+    with RunningServer(tmp_path / "log", *FLAGS, f"--model={path}", *ram, cold=cold) as server:
         with ThreadPoolExecutor(4) as clients:
             replies = list(clients.map(lambda n: stream(server, n), range(1, 5)))
         assert sum(reply["aside"] for reply in replies) >= 1, "nobody had to step aside in the middle of a reply"
         for n, reply in enumerate(replies, 1):
             usage = reply["usage"]
             assert reply["done"] and reply["reason"] == "length"
-            assert usage["completion_tokens"] == min(400, CONTEXT - usage["prompt_tokens"])
+            assert usage["completion_tokens"] == min(REPLY, CONTEXT - usage["prompt_tokens"])
             others = [f"ZEBRA{other}" for other in range(1, 5) if other != n]
             assert not any(word in reply["text"] for word in others), reply["text"]
         wait_for(lambda: all(slot["state"] == "idle" for slot in server.status()["slots"]), "idle slots")

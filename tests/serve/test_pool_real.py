@@ -13,14 +13,14 @@ from tests.serve.running import RunningServer, wait_for
 
 from strata.serve.wiring import find_model
 
-CONTEXT, CELLS, REPLY = 512, 666, 330
+CONTEXT, CELLS, REPLY = 590, 768, 340  # with the margin 1280 cells: four requests that fit at first outgrow them
 FLAGS = ("--parallel=4", f"--context={CONTEXT}", f"--pool-cells={CELLS}", "--threads=1")
 
 
 def stream(server: RunningServer, n: int) -> dict[str, Any]:
     """A reply as long as the context allows: its text, comments, usage, errors."""
     body = {
-        "prompt": f"The secret word of client {n} is ZEBRA{n}{n}. " + f"Client {n} counts sheep. " * 12,
+        "prompt": f"The secret word of client {n} is ZEBRA{n}{n}. " + f"Client {n} counts sheep. " * 4,
         "temperature": 0,
         "max_tokens": REPLY,
         "ignore_eos": True,

@@ -63,12 +63,17 @@ class Bench:
         arena_mib: int = 768,
         reserved_mib: int | None = None,
         fs: Filesystem | None = None,
+        measure_idle_cells: bool = False,
     ) -> None:
         """`reserved_mib`: what of the arena is touched from the start; half of it when not given."""
         self.arena = Arena(arena_mib * MIB)
         self.arena.reserve((arena_mib // 2 if reserved_mib is None else reserved_mib) * MIB)
         settings = EngineSettings(
-            model_path=str(find_model("demo")), slots=slots, context=context, flash_attention=flash_attention
+            model_path=str(find_model("demo")),
+            slots=slots,
+            context=context,
+            flash_attention=flash_attention,
+            measure_idle_cells=measure_idle_cells,
         )
         self.engine = EngineClient(settings, self.arena)
         self.level = Level.open(folder, fs=fs)

@@ -74,6 +74,13 @@ class Config:
     context: int | None = field(
         default=None, metadata=_is(whole(32, 1 << 24, auto=True), "tokens per slot; auto = the model's, capped")
     )
+    pool_cells: int | None = field(
+        default=None,
+        metadata=_is(
+            whole(32, 1 << 28, auto=True),
+            "tokens that all slots together hold at most; auto = parallel x context. With fewer, requests take turns",
+        ),
+    )
     flash_attention: str = field(
         default="auto", metadata=_is(choice("auto", "on", "off"), "auto = whichever is faster on this machine")
     )

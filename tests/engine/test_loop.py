@@ -1,4 +1,4 @@
-"""The engine loop on a context in this process: decode failures, and who pays for them."""
+"""The engine loop on a context in this process: decode failures, and who pays for them. Full pools: test_pausing.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from strata.engine.chunks import Chunks
 from strata.engine.loop import Loop
 from strata.engine.protocol import (
     Cancel,
-    Delta,
     EngineSettings,
     Event,
     Finished,
@@ -25,7 +24,6 @@ from strata.engine.protocol import (
     Trim,
     pack_tokens,
 )
-from strata.engine.slots import Slots
 from strata.engine.startup import load
 
 PROMPT = (np.arange(130) * 7 % 2000).astype(np.int32)
@@ -88,46 +86,6 @@ def failing(decode: Callable[[int], int], codes: list[int]) -> Callable[[int], i
     return wrapped
 
 
-def test_a_full_pool_ends_the_youngest_only(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = stage.served.context
-    monkeypatch.setattr(context, "decode", failing(context.decode, [0, 0, 0, 1]))
-    ends = stage.play(run(1, 0), run(2, 1), ends=2)
-    assert isinstance(ends[1], Finished) and ends[1].timing.write_tokens == 4
-    failed = ends[2]
-    assert isinstance(failed, RunFailed) and failed.kind == "decode"
-    assert failed.message == "the K/V pool has no free cells left"
-    assert failed.held == stage.served.slots.held[1] == context.last_position(1) + 1
-
-
-def test_a_really_full_pool(tiny_paths: dict[str, Path]) -> None:
-    """Three sequences of 260 tokens in a pool of 768 cells; the slots' own limit is set aside for it."""
-    stage = Stage(tiny_paths["qwen2vl"], slots=1)
-    served = stage.served
-    try:
-        assert served.context.cells == 768
-        served.context.feed(2, [1] * 60, 0)  # a sequence that nobody will free
-        served.context.feed(1, [1] * 60, 0)
-        slots = Slots(served.context, 1, 4000, cuttable=True)
-        stage.loop._slots = stage.loop._jobs._slots = slots
-        prompt = np.tile(PROMPT, 6)[:700]
-        command = Run(
-            request=1,
-            slot=0,
-            keep=0,
-            tokens=pack_tokens(prompt),
-            sampling=GREEDY,
-            max_tokens=3,
-            limit=4000,
-            ignore_eos=True,
-        )
-        failed = stage.play(command, ends=1)[1]
-        assert isinstance(failed, RunFailed) and "no free cells" in failed.message
-        assert failed.held == slots.held[0] == served.context.last_position(0) + 1 > 500
-        assert slots.trim(0, 100) is None
-    finally:
-        served.context.close()
-
-
 def test_an_error_ends_only_who_is_at_fault(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The joint batch fails, then the requests one by one: the second of the two again."""
     context = stage.served.context
@@ -137,20 +95,6 @@ def test_an_error_ends_only_who_is_at_fault(stage: Stage, monkeypatch: pytest.Mo
     failed = ends[2]
     assert isinstance(failed, RunFailed) and "code -3" in failed.message
     assert failed.held == context.last_position(1) + 1
-
-
-def test_the_failed_request_left_the_others_right(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = stage.play(run(1, 0), ends=1)
-    assert isinstance(alone[1], Finished)
-    written = [event.tokens for event in stage.events if isinstance(event, Delta)]
-    stage.served.slots.clear(0)
-    stage.events.clear()
-    stage.loop._closing = False
-    context = stage.served.context
-    monkeypatch.setattr(context, "decode", failing(context.decode, [0, 0, 0, 1]))
-    ends = stage.play(run(2, 0), run(3, 1), ends=2)
-    assert isinstance(ends[2], Finished) and isinstance(ends[3], RunFailed)
-    assert [event.tokens for event in stage.events if isinstance(event, Delta) and event.request == 2] == written
 
 
 def test_a_run_that_waits_can_be_cancelled(stage: Stage) -> None:

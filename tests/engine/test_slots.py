@@ -11,6 +11,7 @@ from tests.engine.conftest import MakeContext
 
 from strata.engine.layout import BadState, Bytes, recognise
 from strata.engine.llama import Context
+from strata.engine.pool_messages import POOL_IS_FULL
 from strata.engine.ranges import RangeFormat
 from strata.engine.slots import Slots
 from strata.types import BLOCK_BYTES, SEGMENT_TOKENS, Tokens, pad_to_page
@@ -237,7 +238,7 @@ def test_a_full_pool_refuses_a_block(make_context: MakeContext) -> None:
     bench.feed(0, N)
     block = bench.capture(0, 0, N)
     assert bench.apply(1, 0, N, block, 0, N) is None
-    assert bench.apply(2, 0, N, block, 0, N) == f"llama.cpp refused the state of [0, {N})"
+    assert bench.apply(2, 0, N, block, 0, N) == POOL_IS_FULL
     assert bench.slots.held == [N, N, 0]
     assert bench.payloads(bench.capture(1, 0, N)) == bench.payloads(block)
 

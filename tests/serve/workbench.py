@@ -25,7 +25,7 @@ from strata.cache.ram import RamLevel, RamLimits
 from strata.cache.system_prompts import LEVEL_NAME, SystemPromptLimits
 from strata.engine.fake import CHECKPOINT_HEAD_BYTES, FakeEngine, FakeRun
 from strata.engine.fake_model import BASE_BYTES, next_state
-from strata.engine.protocol import Delta, Done, Finished, Held, Prepared, Progress, Run, Sampling, unpack_tokens
+from strata.engine.protocol import Delta, Done, Finished, Held, Paused, Prepared, Progress, Run, Sampling, unpack_tokens
 from strata.errors import EngineGone, RunError
 from strata.rules import prefix
 from strata.rules.placement import Target
@@ -152,7 +152,7 @@ class HookedRun:
     def __aiter__(self) -> HookedRun:
         return self
 
-    async def __anext__(self) -> Progress | Delta | Held | Finished:
+    async def __anext__(self) -> Progress | Delta | Held | Paused | Finished:
         try:
             self._engine.step("event")
         except RunError as error:
@@ -163,6 +163,10 @@ class HookedRun:
             raise self._error from None
         await ticks(self._engine.delay("event"))
         return await anext(self._inner)
+
+    def resume(self, keep: int) -> None:
+        self._engine.step("resume")
+        self._inner.resume(keep)
 
     async def cancel(self) -> Finished:
         self._engine.step("cancel")

@@ -12,11 +12,12 @@ from tests.web.test_answers import MESSAGES, Connect, events
 from tests.web.test_refusals import CHAT, error_of
 
 from strata.errors import Busy, StrataError, WaitedTooLong
-from strata.serve.request import Admitted, Reading, Started, Text, Waiting
+from strata.serve.request import Admitted, Parked, Reading, Started, Text, Waiting
 from strata.web.answers import Limits
 from strata.web.app import Doorway, create_app
 
 ADMITTED, STARTED = Admitted(prompt_tokens=100), Started(slot=0, cache=REPORT)
+PARKED = b": parked, waits for room\n\n"
 QUICK = Limits(keep_alive_s=0.05, started_wait_s=0.05, progress_s=0.0)
 
 
@@ -52,6 +53,24 @@ def test_waiting_for_a_slot_delays_neither_headers_nor_comments(serve: Serve) ->
     received = read_until(connection, b": waiting\n\n")
     assert received.startswith(b"HTTP/1.1 200")
     assert b"x-strata-cache" not in received
+    hold.release()
+    read_until(connection, b"[DONE]")
+
+
+def test_a_stream_tells_that_its_request_waits_for_room_to_begin(serve: Serve) -> None:
+    hold = Hold()
+    script: list[Step] = [ADMITTED, Parked(), hold, STARTED, Text(text="x", n_tokens=1), completed()]
+    connection = raw_request(serve(ScriptedServer(script), limits=QUICK).port, body(stream=True))
+    assert b"x-strata-cache" not in read_until(connection, PARKED)
+    hold.release()
+    assert b'"content":"x"' in read_until(connection, b"[DONE]")
+
+
+def test_a_reply_that_has_to_wait_for_room_says_so_at_once(serve: Serve) -> None:
+    hold = Hold()
+    script: list[Step] = [ADMITTED, STARTED, Text(text="x", n_tokens=1), Parked(), hold, completed()]
+    connection = raw_request(serve(ScriptedServer(script)).port, body(stream=True))  # its timers are too slow to help
+    assert b'"content":"x"' in read_until(connection, PARKED)
     hold.release()
     read_until(connection, b"[DONE]")
 

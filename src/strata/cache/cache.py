@@ -281,6 +281,12 @@ class ConversationCache:
         """Whether what was parked last from a slot, and lies there still, is kept outside the engine too."""
         return slot in self.live and self.kept.anywhere(self.live[slot])
 
+    def restore_s(self, slot: int, n_tokens: int) -> float | None:
+        """What bringing back the `n_tokens` parked from a slot costs, as measured; None: they are not kept."""
+        level = self.kept.level_of(self.live[slot]) if slot in self.live else None
+        n_bytes = n_tokens * sum(stage.token_bytes for stage in self._engine.info.stages)
+        return None if level is None else self.ladder.costs.restore_s(level, n_bytes)
+
     def left(self, slot: int) -> None:
         """The slot holds something else from now on."""
         self.live.pop(slot, None)

@@ -32,6 +32,10 @@ class Costs:
             ((level, n_bytes),) = bytes_by_level.items()
             self.levels[level] = self._of(level).measured(n_bytes, seconds)
 
+    def restore_s(self, level: str, n_bytes: int) -> float:
+        """What restoring `n_bytes` from a level costs."""
+        return self._of(level).seconds(n_bytes)
+
     def verdict(self, n_tokens: int, bytes_by_level: Mapping[str, int]) -> Verdict:
         """Whether restoring `n_tokens` pays."""
         parts = [(self._of(level), n_bytes) for level, n_bytes in bytes_by_level.items()]

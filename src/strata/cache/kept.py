@@ -51,6 +51,12 @@ class Kept:
         """The same on a disk level."""
         return any(disk.index.stores(keys) for disk in self._disks)
 
+    def level_of(self, keys: Sequence[Key]) -> str | None:
+        """The name of the fastest level that keeps such a state whole; None when none does."""
+        if self._ram is not None and self._ram.index.stores(keys):
+            return self._ram.name
+        return next((disk.name for disk in self._disks if disk.index.stores(keys)), None)
+
     def is_live(self, keys: Sequence[Key]) -> bool:
         """Whether the state still lies in the slot that it was parked from."""
         return tuple(keys) in self.live.values()

@@ -19,6 +19,7 @@ from strata.cache.capturing import block_lengths
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import HeldSegment, Match
 from strata.cache.ram import RamLevel
+from strata.engine.pool_messages import POOL_IS_FULL
 from strata.engine.protocol import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix
@@ -43,7 +44,7 @@ class Fault(Enum):
     DAMAGED = "damaged"  # a file, or the copy in RAM, is not what was stored, or a stage of it is missing
     UNREADABLE = "unreadable"  # the system cannot read it now; that says nothing about the file
     REFUSED = "refused"  # the engine did not take it
-    NO_MEMORY = "no memory"  # nothing: there was no memory to read it into
+    NO_MEMORY = "no memory"  # nothing: there was no memory to read it into, or no room in the K/V pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +295,8 @@ class Restoring:
             return None
         if self._engine.generation != self._engine_generation:
             raise EngineGone("the engine was replaced during a restore; send the request again", retry_after_s=1)
+        if done.reason == POOL_IS_FULL:
+            return BadSegment(planned=block.planned, fault=Fault.NO_MEMORY, reason=done.reason)
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
         return BadSegment(planned=block.planned, fault=Fault.REFUSED, reason=reason)
 

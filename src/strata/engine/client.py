@@ -21,6 +21,7 @@ from strata.engine.protocol import (
     ApplyCheckpoint,
     Capture,
     CaptureCheckpoint,
+    Compact,
     Detokenize,
     Detokenized,
     Done,
@@ -276,6 +277,10 @@ class EngineClient:
             stages=stages,
         )
         return await process.call(job, job.job, Done, to_the_end=True)
+
+    async def compact(self, slot: int, start: int, end: int) -> Done:
+        job = Compact(job=self._next(), slot=slot, start=start, end=end)
+        return await self._live().call(job, job.job, Done)
 
     async def hold(self, slot: int) -> Done:
         job = Hold(job=self._next(), slot=slot)

@@ -31,6 +31,7 @@ from strata.engine.protocol import (
     Done,
     Finished,
     Held,
+    Paused,
     Prepared,
     Progress,
     Run,
@@ -83,6 +84,7 @@ class FakeEngine:
         self.read_token_s = 0.0  # what a request says that it took to read a token
         self.running: dict[int, FakeRun] = {}  # by slot
         self.states: list[list[bytes]] = [[] for _ in range(slots)]
+        self.compacted: list[tuple[int, int, int]] = []  # slot, start, end
         self._arena = arena
         self._requests = 0
 
@@ -92,6 +94,10 @@ class FakeEngine:
         self.bare.clear()
         self.held_checkpoints.clear()
         self.states = [[] for _ in self.states]
+
+    def pause(self, slot: int) -> None:
+        """As if the pool were full: the request that runs in `slot` pauses at its next step."""
+        self.running[slot].pauses = True
 
     async def prepare(
         self, *, messages_json: bytes | None = None, text: str | None = None, owner: str | None = None
@@ -179,6 +185,10 @@ class FakeEngine:
             self.bare.add(slot)
         return self._done(slot)
 
+    async def compact(self, slot: int, start: int, end: int) -> Done:
+        self.compacted.append((slot, start, min(end, len(self.states[slot]))))
+        return self._done(slot)
+
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def hold_now(self, slot: int) -> Done:
@@ -263,23 +273,45 @@ class FakeRun:
         self._engine, self._command, self._born = engine, command, engine.generation
         self._tokens = unpack_tokens(command.tokens)
         self._text = TextStream(command.stop)
+        self._prompt_tokens = len(self._tokens)
         self._written, self._last = 0, -1
+        self._fresh: list[int] = []  # written, and not in `_tokens`
+        self.pauses = self._stands_still = False
         self._outcome: Finished | None = None
         self._next: list[Held | Finished] = []
         self.checkpoints: list[Held] = []
-        states = engine.states[command.slot]
-        ready = command.slot not in engine.running and len(states) >= command.keep
-        self._refusal = "" if ready and engine._can_stop(command.slot, command.keep) else "slot not ready"
+        self._begin(command.keep)
         if not self._refusal:
-            del states[command.keep :]
-            engine.running[command.slot] = self
             self._hold_if_asked()
+
+    def _begin(self, keep: int) -> None:
+        engine, slot = self._engine, self._command.slot
+        ready = slot not in engine.running and len(engine.states[slot]) >= keep and engine._can_stop(slot, keep)
+        self._refusal = "" if ready else "slot not ready"
+        if ready:
+            del engine.states[slot][keep:]
+            engine.running[slot] = self
 
     def __aiter__(self) -> FakeRun:
         return self
 
-    async def __anext__(self) -> Progress | Delta | Held | Finished:
+    def resume(self, keep: int) -> None:
+        self._stands_still = False
+        if self._outcome is None and self._engine.generation == self._born:
+            self._begin(keep)
+
+    def _pause(self) -> Paused:
+        self.pauses, self._stands_still = False, True
+        self._engine.running.pop(self._command.slot, None)
+        self._tokens = np.concatenate([self._tokens, self._fresh]).astype(np.int32)
+        self._fresh = []
+        held = len(self._engine.states[self._command.slot])
+        return Paused(request=self._command.request, held=held)
+
+    async def __anext__(self) -> Progress | Delta | Held | Paused | Finished:
         await asyncio.sleep(0)
+        while self._stands_still and self._outcome is None and self._engine.generation == self._born:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         command, engine = self._command, self._engine
         if self._next:
             return self._next.pop(0)
@@ -290,6 +322,8 @@ class FakeRun:
         states = engine.states[command.slot]
         if self._refusal:
             raise RunError(self._refusal, held=len(states))
+        if self.pauses:
+            return self._pause()
         if len(states) < len(self._tokens):
             stop = min((at for at in command.checkpoints if at > len(states)), default=len(self._tokens))
             for token in self._tokens[len(states) : stop]:
@@ -321,14 +355,15 @@ class FakeRun:
         command = self._command
         if self._text.stop_string is not None:
             return self._end("stop")
-        if self._written >= min(command.max_tokens, command.limit - len(self._tokens)):
+        if self._written >= min(command.max_tokens, command.limit - self._prompt_tokens):
             return self._end("length")
-        if self._written:
+        if self._fresh:
             states.append(next_state(states[-1], self._last))
         if states[-1][0] % _END_ONE_IN == 0 and not command.ignore_eos:
             return self._end("stop")
         letter = ord("a") + states[-1][1] % 26
         self._last = letter + FIRST_BYTE
+        self._fresh.append(self._last)
         self._written += 1
         text = self._text.feed(bytes([letter]))
         return Delta(request=command.request, tokens=pack_tokens([self._last]), text=text)

@@ -42,6 +42,7 @@ def fake_info(
         context=context,
         context_train=context,
         pool_cells=slots * context,
+        room_cells=slots * context,
         vocab_tokens=FIRST_BYTE + 256,
         kv="f16",
         flash_attention=True,

@@ -10,6 +10,7 @@ import time
 
 from strata.engine.checkpoints import Checkpoints
 from strata.engine.chunks import Chunks
+from strata.engine.pool_messages import Compact, Resume
 from strata.engine.protocol import (
     Apply,
     ApplyCheckpoint,
@@ -28,7 +29,7 @@ from strata.engine.protocol import (
 )
 from strata.engine.slots import Refusal, Slots
 
-MOVES_BYTES = Capture | Apply | CaptureCheckpoint | ApplyCheckpoint
+MOVES_BYTES = Capture | Apply | Compact | CaptureCheckpoint | ApplyCheckpoint
 """Jobs that cost more than metadata."""
 _LEAVES_SLOT = Capture | Hold
 _NO_CHECKPOINTS = "this model's memory needs no checkpoints, or none can be taken of it"
@@ -72,6 +73,8 @@ class Jobs:
             return slots.fork(job.source, job.target, job.n)
         if isinstance(job, Trim):
             return slots.trim(job.slot, job.n)
+        if isinstance(job, Compact):
+            return slots.compact(job.slot, job.start, job.end)
         if isinstance(job, Capture | Apply):
             spans = [self._chunks.view(span) for span in job.spans]
             if isinstance(job, Capture):
@@ -131,7 +134,7 @@ def changed_slot(job: SlotJob) -> int | None:
     return job.slot if isinstance(job, Trim | Apply | ApplyCheckpoint) else None
 
 
-def touched(command: SlotJob | Run) -> set[int]:
+def touched(command: SlotJob | Run | Resume) -> set[int]:
     """What a command uses, for keeping order: slots, and checkpoints as negative numbers."""
     if isinstance(command, CaptureCheckpoint | ReleaseCheckpoint):
         return {-command.checkpoint}

@@ -309,10 +309,10 @@ class Context:
         """The lowest position a sequence holds in all its caches that slide; -1 when it is empty."""
         return int(api.llama_memory_seq_pos_min(self._memory, self._checked(sequence)))
 
-    def remove(self, sequence: int, start: int = 0) -> bool:
-        """Drop positions from `start` on; False when this memory cannot be cut there (nothing changed then)."""
+    def remove(self, sequence: int, start: int = 0, end: int = -1) -> bool:
+        """Drop positions [start, end), -1 = all; False when this memory cannot be cut there (nothing changed then)."""
         first = start if start > 0 else -1
-        return bool(api.llama_memory_seq_rm(self._memory, self._checked(sequence), first, -1))
+        return bool(api.llama_memory_seq_rm(self._memory, self._checked(sequence), first, end))
 
     def share(self, source: int, target: int, start: int, end: int) -> None:
         """Let `target` hold positions [start, end) of `source` too. Recurrent state is shared as a whole."""

@@ -2,9 +2,10 @@
 
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
 commands (any number of metadata operations; captures and applies until the stall budget is used), then one step, whose
-rows the agenda plans (`turns.py`). A step that reads the prompt of a request that is cancelled is stopped. The events
-of a step leave in one write. Commands of one slot keep their order; those of others may pass.
-Prompts are prepared elsewhere (`worker.py`); what the commands do is `jobs.py`.
+rows the agenda plans (`turns.py`). A step that reads the prompt of a request that is cancelled is stopped; one that
+finds no free cells makes requests give way (`pausing.py`). The events of a step leave in one write. Commands of one
+slot keep their order; those of others may pass. Prompts are prepared elsewhere (`worker.py`); what the commands do is
+`jobs.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 from strata.engine.chunks import Chunks
 from strata.engine.jobs import MOVES_BYTES, Jobs, touched
 from strata.engine.llama import Sampler, last_errors
+from strata.engine.pausing import Pauses
+from strata.engine.pool_messages import POOL_IS_FULL, Resume
 from strata.engine.protocol import (
     Cancel,
     Command,
@@ -38,7 +41,7 @@ from strata.engine.startup import Served
 from strata.engine.steps import StepClock
 from strata.engine.turns import Part, Turns, knobs_of
 
-SlotCommand = Run | SlotJob
+SlotCommand = Run | Resume | SlotJob
 Send = Callable[[Sequence[Event]], None]
 
 # While a slot writes, a step moves one block, or several small ones: that alone takes about a millisecond, and what is
@@ -74,6 +77,7 @@ class Loop:
         self._waiting: list[SlotCommand] = []
         self._active: list[Request] = []  # in order of arrival
         self._ended = False  # a request has, since events were sent
+        self._pauses = Pauses(served.slots)
         self._closing = False
 
     def run(self) -> None:
@@ -82,7 +86,7 @@ class Loop:
             counts = not self._waiting
             self._work()
             self._flush()
-            if self._active:
+            if self._active and not self._pauses.stalled:
                 rows = self._step()
                 if counts:
                     self._clock.end(rows)
@@ -100,7 +104,7 @@ class Loop:
     # --------------------------------------------------------------------------------------------------------- commands
 
     def _receive(self) -> None:
-        wait = not self._active and not self._waiting
+        wait = not self._waiting and (not self._active or self._pauses.stalled)
         while wait or not self._inbox.empty():
             command = self._inbox.get()
             wait = False
@@ -112,7 +116,7 @@ class Loop:
                 self._waiting.append(command)
 
     def _cancel(self, number: int) -> None:
-        for request in self._active:
+        for request in [*self._active, *self._pauses.waiting]:
             if request.number == number:
                 self._finish(request, "cancelled")
                 return
@@ -138,8 +142,11 @@ class Loop:
                 blocked |= used
                 continue
             moved = moved or is_block
+            self._pauses.stalled = False
             if isinstance(command, Run):
                 self._start(command)
+            elif isinstance(command, Resume):
+                self._resume(command)
             else:
                 self._events.append(self._jobs.carry_out(command, {request.slot for request in self._active}))
             if is_block:
@@ -163,6 +170,21 @@ class Loop:
         self._active.append(request)
         self._hold_if_asked(request)
 
+    def _resume(self, command: Resume) -> None:
+        request = self._pauses.find(command.request)
+        if request is None:  # cancelled meanwhile
+            return
+        problem = self._unready(command)
+        if problem is None and not command.keep < len(request.tokens):
+            problem = f"keep {command.keep} must be less than the {len(request.tokens)} tokens of the request"
+        if problem is not None:
+            self._fail(request, problem, kind="state")
+            return
+        self._pauses.waiting.remove(request)
+        request.resume(command.keep)
+        self._active.append(request)
+        self._active.sort(key=lambda request: request.number)
+
     def _misuse(self, command: Run) -> str | None:
         """What no caller should send; None when it is fine."""
         tokens = unpack_tokens(command.tokens)
@@ -178,7 +200,7 @@ class Loop:
             return f"{len(tokens)} prompt tokens exceed the limit of {min(command.limit, self._slots.limit)}"
         return None
 
-    def _unready(self, command: Run) -> str | None:
+    def _unready(self, command: Run | Resume) -> str | None:
         """Why the slot cannot take this request now; None when it holds exactly `keep` tokens."""
         if any(request.slot == command.slot for request in self._active):
             return f"slot {command.slot} has a running request"
@@ -207,13 +229,14 @@ class Loop:
             self._hold(request)
         self._events.append(request.finished(reason, self._jobs.held(request.slot)))
 
-    def _fail(self, request: Request, message: str) -> None:
+    def _fail(self, request: Request, message: str, *, kind: str = "decode") -> None:
         self._drop(request)
         held = self._jobs.held(request.slot)
-        self._events.append(RunFailed(request=request.number, kind="decode", message=message, held=held))
+        self._events.append(RunFailed(request=request.number, kind=kind, message=message, held=held))
 
     def _drop(self, request: Request) -> None:
-        self._active.remove(request)
+        self._pauses.stalled = False  # its cells may be free soon, and nobody may be left to say so
+        (self._pauses.waiting if request in self._pauses.waiting else self._active).remove(request)
         if request.sampler is not None:
             request.sampler.close()
         self._ended = True
@@ -237,7 +260,7 @@ class Loop:
             self._context.stop[0] = 1
 
     def _decode(self, parts: Sequence[Part]) -> bool:
-        """Decode `parts`; False when it was stopped. When it failed: without the youngest (pool full), or singly."""
+        """Decode `parts`; False when nothing was done. When it failed: without the youngest (pool full), or singly."""
         rows = self._fill(parts)
         self._context.stop[0] = 0  # before anybody may set it for this step
         if self._can_stop and not parts[-1][0].is_writing:  # those who read come last
@@ -253,16 +276,27 @@ class Loop:
         if code == _STOPPED:  # the next step does again what the others lost
             return False
         if code == _NO_FREE_CELLS:
-            youngest = max((request for request, _ in parts), key=self._active.index)
-            self._fail(youngest, "the K/V pool has no free cells left")
-            rest = [part for part in parts if part[0] is not youngest]
-            return not rest or self._decode(rest)
+            return self._give_way(parts)
         if len(parts) == 1:
             self._fail(parts[0][0], f"llama.cpp could not decode (code {code}) {message}".rstrip())
             return True
         for part in parts:
-            self._decode([part])
+            if part[0] in self._active:  # it may have given way to one before it
+                self._decode([part])
         return True
+
+    def _give_way(self, parts: Sequence[Part]) -> bool:
+        """The pool is full: the youngest pauses, and the others are decoded if there is room then."""
+        youngest = self._pauses.gives_way(self._active)
+        if youngest is None:
+            return False
+        if self._pauses.is_hopeless(youngest):
+            self._fail(youngest, POOL_IS_FULL)
+            return False
+        self._active.remove(youngest)
+        self._events.append(self._pauses.pause(youngest))
+        rest = [part for part in parts if part[0] is not youngest]
+        return bool(rest) and self._decode(rest)
 
     def _fill(self, parts: Sequence[Part]) -> int:
         """Write the batch; returns its rows."""

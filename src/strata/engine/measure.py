@@ -136,16 +136,41 @@ def _feed(context: Context, sequence: int, n: int, start: int) -> float:
     return time.perf_counter() - began
 
 
-def _fill(context: Context) -> tuple[int, int]:
-    """Give a sequence a long zero state; returns it and its length. Without a known layout it stays short."""
-    context.feed(0, [0] * _PROBE_TOKENS, 0)
+def measure_idle_cell(context: Context) -> float | None:
+    """Seconds that each cell of an idle sequence below costs a row of another one; None when it cannot be measured.
+
+    Not what a short row beside it pays: with flash attention on a CPU the threads share out the cells, so a long
+    sequence that lies above an idle one is left to one of them. Leaves the context empty.
+    """
+    most_cells = context.cells // 2 - 2 * (_TIMED_ROWS + _PROBE_TOKENS)
+    own, n_cells = _fill(context, most_cells)
+    if own != context.transfer:
+        context.clear()
+        return None
+    alone_s = _rows(context, own, n_cells)
+    context.clear()
+    _fill(context, most_cells)
+    context.share(own, 0, 0, n_cells)
+    context.remove(own)
+    _fill(context, most_cells, probe=1)
+    beside_s = _rows(context, own, n_cells)
+    context.clear()
+    return max(0.0, beside_s - alone_s) / n_cells
+
+
+def _fill(context: Context, most_cells: int = _FILL_CELLS, *, probe: int = 0) -> tuple[int, int]:
+    """Give a sequence a long zero state; returns it and its length. Without a known layout it stays short.
+
+    `probe`: an empty sequence, which shows how a state looks here.
+    """
+    context.feed(probe, [0] * _PROBE_TOKENS, 0)
     try:
-        state, _ = recognise(context.state(0), context.layout)
+        state, _ = recognise(context.state(probe), context.layout)
     except BadState:
-        return 0, _PROBE_TOKENS
-    cells = min(_FILL_CELLS, max(512, _FILL_BYTES // max(1, token_bytes(state))))
+        return probe, _PROBE_TOKENS
+    cells = min(_FILL_CELLS, most_cells, max(512, _FILL_BYTES // max(1, token_bytes(state))))
     if not context.state_set(build(grow_zero(state, cells))):
         context.remove(context.transfer)
-        return 0, _PROBE_TOKENS
-    context.remove(0)
+        return probe, _PROBE_TOKENS
+    context.remove(probe)
     return context.transfer, cells

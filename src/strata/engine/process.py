@@ -32,9 +32,11 @@ from strata.engine.protocol import (
     Load,
     LoadFailed,
     Loading,
+    Paused,
     Prepared,
     Progress,
     Ready,
+    Resume,
     Run,
     RunFailed,
     Shutdown,
@@ -52,7 +54,7 @@ _LARGE_PAGES = "glibc.malloc.hugetlb=1"
 _VECTOR_COPIES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000"
 
 Answer = Prepared | Detokenized | Done
-RunEvent = Progress | Delta | Held | Finished
+RunEvent = Progress | Delta | Held | Paused | Finished
 _A = TypeVar("_A", Prepared, Detokenized, Done)
 
 
@@ -215,7 +217,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
     def run(self, command: Run) -> RunHandle:
         if self._gone is not None:
             raise self._engine_gone()
-        handle = RunHandle(command.request, lambda: self._send(Cancel(request=command.request)))
+        handle = RunHandle(command.request, command.slot, self._send)
         self._runs[command.request] = handle
         self._send(command)
         return handle
@@ -248,7 +250,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._ended.set_result(f"signal {-code}" if code < 0 else f"exit code {code}")
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Delta | Progress | Held | Finished | RunFailed):
+        if isinstance(event, Delta | Progress | Held | Paused | Finished | RunFailed):
             run = self._runs.get(event.request)
             if isinstance(event, Finished | RunFailed):
                 self._runs.pop(event.request, None)
@@ -305,9 +307,10 @@ async def _to_the_end(future: asyncio.Future[Answer | JobFailed]) -> Answer | Jo
 class RunHandle:
     """The events of one request; implements protocol.Generation."""
 
-    def __init__(self, number: int, send_cancel: Callable[[], None]) -> None:
+    def __init__(self, number: int, slot: int, send: Callable[[Command], None]) -> None:
         self.number = number
-        self._send_cancel = send_cancel
+        self._slot = slot
+        self._send = send
         self._events: asyncio.Queue[RunEvent | RunFailed | StrataError] = asyncio.Queue()
         self._outcome: Finished | StrataError | None = None
         self.checkpoints: list[Held] = []
@@ -333,10 +336,14 @@ class RunHandle:
             self._outcome = event
         return event
 
+    def resume(self, keep: int) -> None:
+        """Go on after a Paused; the slot holds exactly [0, keep)."""
+        self._send(Resume(request=self.number, slot=self._slot, keep=keep))
+
     async def cancel(self) -> Finished:
         """End the request and drain its events. Raises RunError or EngineGone when that is how it ended."""
         if self._outcome is None:
-            self._send_cancel()
+            self._send(Cancel(request=self.number))
         while self._outcome is None:
             await anext(self)
         if isinstance(self._outcome, StrataError):

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from strata.engine.checkpoint_messages import ApplyCheckpoint, CaptureCheckpoint, Held, Hold, ReleaseCheckpoint
+from strata.engine.pool_messages import Compact, Paused, Resume
 from strata.engine.values import EngineInfo, EngineSettings, Message, Sampling, Timing
 from strata.types import Span, StageShape, Tokens
 
@@ -24,11 +25,14 @@ from strata.types import Span, StageShape, Tokens
 __all__ = [
     "ApplyCheckpoint",
     "CaptureCheckpoint",
+    "Compact",
     "EngineInfo",
     "EngineSettings",
     "Held",
     "Hold",
+    "Paused",
     "ReleaseCheckpoint",
+    "Resume",
     "Sampling",
     "Timing",
 ]
@@ -86,7 +90,8 @@ class Detokenize(Message, frozen=True):
 
 
 class Run(Message, frozen=True):
-    """Read `tokens[keep:]` into `slot`, then generate. Events: Progress*, Delta*, then Finished or RunFailed.
+    """Read `tokens[keep:]` into `slot`, then generate. Events: Progress*, Delta*, then Finished or RunFailed;
+    between them Paused, when the pool is full (pool_messages.py).
 
     The slot must hold exactly positions [0, keep) (the engine trims a longer one; fewer is RunFailed "state", and so is
     a trim that this memory refuses: apply a checkpoint first). 0 <= keep < len(tokens). Generation ends at
@@ -183,10 +188,10 @@ class Shutdown(Message, frozen=True):
 
 
 CheckpointCommand = Hold | CaptureCheckpoint | ReleaseCheckpoint | ApplyCheckpoint
-SlotJob = Fork | Trim | Capture | Apply | CheckpointCommand
+SlotJob = Fork | Trim | Capture | Apply | Compact | CheckpointCommand
 """Commands about slots that are answered with Done or JobFailed."""
 
-Command = Load | AttachChunk | Prepare | Detokenize | Run | Cancel | SlotJob | Shutdown
+Command = Load | AttachChunk | Prepare | Detokenize | Run | Resume | Cancel | SlotJob | Shutdown
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -312,6 +317,7 @@ Event = (
     | JobFailed
     | Done
     | Held
+    | Paused
     | Progress
     | Delta
     | Finished
@@ -324,17 +330,20 @@ Event = (
 
 
 class Generation(Protocol):
-    """One running request: iterate it for Progress, Delta, Held (only if asked for) and at last Finished.
+    """One running request: iterate it for Progress, Delta, Held (only if asked for), Paused and at last Finished.
 
     Raises RunError (an engine error; carries `held`) or EngineGone from the iteration. `cancel()` may be called at any
     time, also after the iteration was abandoned: it ends the request, drains its events and returns Finished.
     `checkpoints`: every Held so far, also those that were drained: whoever ran it releases them.
+    `resume`: after a Paused, once its slot holds exactly [0, keep) of prompt and reply.
     """
 
     @property
     def checkpoints(self) -> list[Held]: ...
 
-    def __aiter__(self) -> AsyncIterator[Progress | Delta | Held | Finished]: ...
+    def __aiter__(self) -> AsyncIterator[Progress | Delta | Held | Paused | Finished]: ...
+
+    def resume(self, keep: int) -> None: ...
 
     async def cancel(self) -> Finished: ...
 
@@ -383,6 +392,8 @@ class Engine(Protocol):
         tokens: Tokens,
         stages: tuple[StageShape, ...] = (),
     ) -> Done: ...
+
+    async def compact(self, slot: int, start: int, end: int) -> Done: ...
 
     async def hold(self, slot: int) -> Done: ...
 

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from strata.engine.layout import BadState, Bytes, Words
+from strata.engine.llama import last_errors
+from strata.engine.pool_messages import POOL_IS_FULL
 from strata.engine.ranges import RangeFormat
 from strata.types import StageShape, Tokens, pad_to_page
 
 _BLOB_HEAD_BYTES = 8  # magic and sequence id
+_NO_CELLS = "available cells"  # in what llama.cpp logs when a state does not fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +57,7 @@ class Slots:
         self._format = format
         self._stages = tuple(stages)
         self._scratch: Bytes = np.empty(0, np.uint8)
+        self._forks: set[frozenset[int]] = set()  # slots that may share cells, two and two
 
     def check(self, slot: int) -> None:
         if not 0 <= slot < len(self.held):
@@ -100,6 +104,8 @@ class Slots:
             return f"this model's memory cannot be cut from {held} to {n} tokens"
         self.held[slot] = n
         self.bare.discard(slot)
+        if not n:
+            self._forks = {pair for pair in self._forks if slot not in pair}
         return None
 
     def fork(self, source: int, target: int, n: int) -> Refusal:
@@ -122,11 +128,13 @@ class Slots:
                 self.clear(target)
                 return f"slot {target} did not take {n} tokens of slot {source}"
             self.held[target] = n
+            self._forks.add(frozenset((source, target)))
         return None
 
     def clear(self, slot: int) -> None:
         self._context.remove(slot)
         self.held[slot] = 0
+        self._forks = {pair for pair in self._forks if slot not in pair}
         self.bare.discard(slot)
 
     def repair(self, slot: int) -> None:
@@ -138,6 +146,35 @@ class Slots:
             self._context.remove(slot, held)
         if self._context.last_position(slot) != held - 1 or not self._covers(slot, held):
             self.clear(slot)
+
+    # ------------------------------------------------------------------------------------------------------- compaction
+
+    def compact(self, slot: int, start: int, end: int) -> Refusal:
+        """Move the rows of [start, end), as far as they are held, into the first free cells.
+
+        They are in the new cells before they leave the old ones, so a refusal changes nothing.
+        """
+        self.check(slot)
+        fmt, context = self._format, self._context
+        if fmt is None or fmt.tail:
+            return "rows of this model's memory cannot be moved"
+        if not 0 <= start < end <= start + fmt.block_tokens:
+            raise ValueError(f"[{start}, {end}) is not a block of at most {fmt.block_tokens} tokens")
+        end = min(end, self.held[slot])
+        if start >= end:
+            return None
+        if any(slot in pair for pair in self._forks):
+            return f"slot {slot} shares cells with another"
+        blob = self._scratch_of(fmt.head_bytes(end - start) + fmt.body_bytes(end - start))
+        with self._transfer():
+            context.share(slot, context.transfer, start, end)
+            if context.state_get(context.transfer, blob) != len(blob):
+                return f"the state of [{start}, {end}) has not {len(blob)} bytes"
+            if not context.state_set(blob):
+                return POOL_IS_FULL
+            context.remove(slot, start, end)
+            context.share(context.transfer, slot, start, end)
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- blocks
 
@@ -221,7 +258,8 @@ class Slots:
             blob[end_of_body:] = np.frombuffer(fmt.tail, np.uint8)
         with self._transfer():
             if not self._context.state_set(blob):
-                return f"llama.cpp refused the state of [{start}, {end})"
+                no_cells = _NO_CELLS in last_errors()
+                return POOL_IS_FULL if no_cells else f"llama.cpp refused the state of [{start}, {end})"
             self._context.share(self._context.transfer, slot, from_, upto)
         if fmt.tail:  # sharing has dropped what the slot had besides rows
             self.bare.add(slot)
@@ -253,7 +291,9 @@ class Slots:
         head_bytes, body_bytes = fmt.head_bytes(n), fmt.body_bytes(n)
         if _in_place(fmt, stages):
             return spans[0][fmt.head_room - head_bytes : fmt.head_room + body_bytes]
-        size = head_bytes + body_bytes + fmt.most_tail_bytes(n)
+        return self._scratch_of(head_bytes + body_bytes + fmt.most_tail_bytes(n))
+
+    def _scratch_of(self, size: int) -> Bytes:
         if len(self._scratch) < size:
             self._scratch = np.empty(size, np.uint8)
         return self._scratch[:size]

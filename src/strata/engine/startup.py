@@ -21,7 +21,7 @@ from strata.engine.fingerprint import StateFacts, fingerprint
 from strata.engine.gguf import GgufFile, read_model
 from strata.engine.layout import BadState, recognise, token_bytes
 from strata.engine.llama import KV_TYPES, MAX_SEQUENCES, STATE_VERSION, Context, Model
-from strata.engine.measure import FlashChoice, choose_flash_attention
+from strata.engine.measure import FlashChoice, choose_flash_attention, measure_idle_cell
 from strata.engine.selftest import Proof, is_cuttable, self_test
 from strata.engine.slots import Slots
 from strata.engine.template import ChatTemplate, find_openers
@@ -72,9 +72,11 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
     flash = choose_flash_attention(model, settings, threads, remembered_flash_attention)
     progress("context", 0.0)
     tokens = settings.context or _default_context(model, settings, threads, flash)
+    room = min(settings.slots * tokens, settings.pool_cells or settings.slots * tokens)
+    tokens = min(tokens, room)
     context = Context(
         model,
-        _shape(settings, threads, flash, cells=_pool_cells(model, settings, tokens)),
+        _shape(settings, threads, flash, cells=_pool_cells(model, settings, room)),
     )
     progress("self-test", 0.0)
     proof = self_test(model, context, stages)
@@ -93,13 +95,14 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
         bos=model.vocabulary.text_of(model.vocabulary.bos),
         eos=model.vocabulary.text_of(model.vocabulary.eos),
     )
-    info = _describe(settings, model, slots, context, proof, flash, files)
+    info = _describe(settings, model, slots, context, proof, flash, files, room_cells=room)
     info = msgspec.structs.replace(
         info,
         openers=_openers(settings.turn_token, model, template),
         has_chat_template=template.is_from_model,
         checkpoint_bytes=checkpoints.most_bytes if checkpoints else 0,
         spare_checkpoints=_spares(settings) if checkpoints else 0,
+        idle_cell_s=measure_idle_cell(context) if settings.measure_idle_cells and slots.has_rows else None,
         load_s=time.perf_counter() - began,
     )
     return Served(
@@ -122,6 +125,8 @@ def _describe(
     proof: Proof,
     flash: FlashChoice,
     files: Sequence[GgufFile],
+    *,
+    room_cells: int,
 ) -> EngineInfo:
     """What is known of the model and its memory; the rest is still empty."""
     kv = settings.kv_k if settings.kv_k == settings.kv_v else f"{settings.kv_k},{settings.kv_v}"
@@ -133,6 +138,7 @@ def _describe(
         context=slots.limit,
         context_train=model.context_train,
         pool_cells=context.cells,
+        room_cells=room_cells,
         vocab_tokens=model.vocabulary.n_tokens,
         kv=kv,
         flash_attention=flash.on,
@@ -166,9 +172,9 @@ def _spares(settings: EngineSettings) -> int:
     return min(wanted, MAX_SEQUENCES - _RESERVED_SEQUENCES - settings.slots)
 
 
-def _pool_cells(model: Model, settings: EngineSettings, tokens: int) -> int:
-    """Cells for every slot, a block on its way, and what checkpoints that wait may keep alive."""
-    return settings.slots * tokens + MARGIN_CELLS + _spares(settings) * max(0, model.sliding_window)
+def _pool_cells(model: Model, settings: EngineSettings, room: int) -> int:
+    """Cells for what the slots may hold, a block on its way, and what checkpoints that wait may keep alive."""
+    return room + MARGIN_CELLS + _spares(settings) * max(0, model.sliding_window)
 
 
 def _time_a_token(context: Context) -> float:
@@ -186,6 +192,8 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigError(f"--parallel {settings.slots} must lie in 1..{most_slots}.", field="--parallel")
     if settings.context is not None and settings.context < 1:
         raise ConfigError(f"--context {settings.context} must be at least 1.", field="--context")
+    if settings.pool_cells is not None and settings.pool_cells < 1:
+        raise ConfigError(f"--pool-cells {settings.pool_cells} must be at least 1.", field="--pool-cells")
     if settings.read_chunk < 1:
         raise ConfigError(f"a read chunk of {settings.read_chunk} tokens must be at least 1.", field="read_chunk")
     if settings.spare_checkpoints is not None and settings.spare_checkpoints < 1:
@@ -240,7 +248,12 @@ def _shape(settings: EngineSettings, threads: int, flash: FlashChoice, *, cells:
 
 
 def _default_context(model: Model, settings: EngineSettings, threads: int, flash: FlashChoice) -> int:
-    """The model's own context, capped so that the whole pool takes at most a quarter of the RAM."""
+    """The model's own context, capped so that the whole pool takes at most a quarter of the RAM.
+
+    A pool whose size was given is the cap instead.
+    """
+    if settings.pool_cells is not None:
+        return min(model.context_train, settings.pool_cells)
     context = Context(model, _shape(settings, threads, flash, cells=MARGIN_CELLS))
     try:
         context.feed(0, [0] * 4, 0)

@@ -22,6 +22,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     slots: int
     context: int | None = None  # tokens per slot; None = the model's own, capped so that the pool fits memory
+    pool_cells: int | None = None  # tokens of all slots together; None = slots x context
     flash_attention: str = "auto"  # "auto" | "on" | "off"
     kv_k: str = "f16"
     kv_v: str = "f16"
@@ -32,6 +33,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     read_chunk: int = 512  # a full batch: most prompt tokens read in one step
     swa_full: bool = True  # sliding-window layers keep every token; False: only a window, which is much smaller
     spare_checkpoints: int | None = None  # checkpoints that may wait at once; None = slots + 2, 0 where none are needed
+    measure_idle_cells: bool = False  # at start: what the cells of idle conversations cost the others
     # The batch agenda (rules/agenda.py, SPEC §9)
     agenda: bool = False  # STRATA_BATCH_AGENDA
     agenda_chunk: int = 512  # STRATA_BATCH_AGENDA_CHUNK
@@ -51,7 +53,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     context: int  # tokens per slot
     context_train: int
-    pool_cells: int
+    pool_cells: int  # of the context, a margin included
+    room_cells: int  # tokens that all slots together may hold; context <= room_cells
     vocab_tokens: int
     kv: str
     flash_attention: bool
@@ -72,6 +75,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         0  # the most one takes (at `context` tokens); 0 in mode "segments", or when none can be taken
     )
     spare_checkpoints: int = 0  # how many may be held at once, by all slots together
+    idle_cell_s: float | None = None  # seconds that a cell of an idle slot costs each row; None = not measured
     row_layers: tuple[int, ...] = ()  # the layers that have rows: stages of another split must hold each once
 
 

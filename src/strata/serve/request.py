@@ -82,6 +82,11 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """The K/V pool has no room: the request waits for some, before it begins or in the middle of its reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
     """New generated text; `n_tokens` tokens came with it. Either may be empty / 0."""
 
@@ -102,4 +107,4 @@ class Completed:
     stop_string: str | None = None
 
 
-TurnEvent = Admitted | Waiting | Started | Reading | Text | Completed
+TurnEvent = Admitted | Waiting | Started | Reading | Parked | Text | Completed

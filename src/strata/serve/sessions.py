@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.cache.sessions import SessionMover, SessionState
-from strata.errors import BadRequest, EngineRefused, Forbidden, NotFound, NotSupported, StrataError
+from strata.errors import BadRequest, Busy, Forbidden, NotFound, NotSupported, StrataError
 from strata.rules import prefix
+from strata.serve.making_room import empty, empty_idle
+from strata.serve.parks import Workshop
 from strata.serve.slots import Slot, Slots
-from strata.serve.turn import Workshop, leave
 from strata.store.session import SessionFile
 from strata.store.session_names import session_name_problem
 from strata.types import Key
@@ -78,9 +79,11 @@ class Sessions:
         began = time.perf_counter()
         file = await self._mover.check(owner=namespace, name=name, namespace=namespace)
         checked_s = time.perf_counter() - began
-        async with self._taken(index, "restoring", owner=None) as slot:
+        n_tokens = file.plan.manifest.n_tokens
+        async with self._taken(index, "restoring", owner=None, brings=n_tokens) as slot:
             began = time.perf_counter()
-            await self._clear(slot)
+            await empty(self._shop, slot)
+            await empty_idle(self._shop)
             try:
                 await self._mover.apply(file, index)
             except BaseException:
@@ -96,7 +99,7 @@ class Sessions:
         """Empty slot `index`; how many tokens it held. What is owed to its conversation is parked first."""
         async with self._taken(index, "erasing", owner=self._root(namespace)) as slot:
             n_tokens = len(slot.tokens)
-            await self._clear(slot)
+            await empty(self._shop, slot)
         return n_tokens
 
     # ------------------------------------------------------------------------------------------------------- the parts
@@ -118,25 +121,28 @@ class Sessions:
         return slots[index]
 
     @asynccontextmanager
-    async def _taken(self, index: int, doing: str, *, owner: Key | None) -> AsyncIterator[Slot]:
-        """Slot `index` for ourselves. `owner`: whose it must be, if it holds anything."""
+    async def _taken(
+        self, index: int, doing: str, *, owner: Key | None, brings: int | None = None
+    ) -> AsyncIterator[Slot]:
+        """Slot `index` for ourselves. `owner`: whose it must be, if it holds anything. `brings`: tokens it will hold.
+
+        Raises Busy when the K/V pool has no room for them.
+        """
         slot = self._slot(index)
         _check_owner(slot, owner)
         await self._shop.slots.take_one(slot, doing)
+        pool = self._shop.pool
+        claim = pool.claim(index, len(slot.tokens) if brings is None else brings)
         try:
             _check_owner(slot, owner)
+            if brings is None:
+                pool.enter_anyway(claim)
+            elif not pool.enters(claim):
+                raise Busy(f"the K/V pool has no room for {brings} tokens beside what runs; try later", retry_after_s=5)
             yield slot
         finally:
+            pool.leave(claim)
             self._shop.slots.give_back(slot)
-
-    async def _clear(self, slot: Slot) -> None:
-        """Empty the slot in the engine and here, after parking what is owed and kept nowhere else."""
-        leave(self._shop, slot, stays=0)
-        slot.forget()
-        await slot.give_way(0)
-        done = await self._shop.engine.trim(slot.index, 0)
-        if not done.ok or done.held:
-            raise EngineRefused(f"slot {slot.index} cannot be emptied: {done.reason}")
 
     async def _clear_after_failure(self, slot: Slot) -> None:
         slot.forget()

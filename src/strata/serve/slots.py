@@ -36,7 +36,7 @@ class Slot:
     `owed`: what it holds is to be kept when it leaves; `provisional`: it is of a cancelled request, so only if that
     costs nothing. `parkings`: parks that still capture from it; `writings`: of system prompts.
     `doing`: for people: "idle", "preparing", "reading", "ready" (the whole prompt is read), "active" (it writes),
-    "saving", "restoring", "erasing".
+    "waiting for room", "making room", "saving", "restoring", "erasing".
     `came_from`: what its next request reuses in it is called this in that one's report: "live" or "session".
     """
 
@@ -167,6 +167,13 @@ class Slots:
         async with aclosing(self.wait(ticket)) as places:
             async for _ in places:
                 pass
+
+    def borrow(self, slot: Slot, doing: str) -> bool:
+        """Mark an idle slot busy for our own purposes; False when it is busy. Nobody that waits can use an idle one."""
+        if slot.busy:
+            return False
+        slot.busy, slot.doing = True, doing
+        return True
 
     def give_back(self, slot: Slot) -> None:
         """The request in this slot has ended."""

@@ -15,18 +15,30 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from strata.cache.cache import ConversationCache
 from strata.cache.checkpoints import Captured, CheckpointTaker
-from strata.cache.parking import Parking, ParkJob
-from strata.cache.tasks import watched
-from strata.engine.protocol import Delta, Engine, Finished, Generation, Held, Progress, Run, pack_tokens, unpack_tokens
+from strata.engine.protocol import (
+    Delta,
+    Engine,
+    Finished,
+    Generation,
+    Held,
+    Paused,
+    Progress,
+    Run,
+    pack_tokens,
+    unpack_tokens,
+)
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.rules.slots import Seat
+from strata.serve.making_room import Standing, empty_idle, step_aside, wait_for_room
+from strata.serve.parks import Workshop, leave, park
+from strata.serve.pool import Claim
 from strata.serve.request import (
     Admitted,
     CacheReport,
     Completed,
+    Parked,
     Reading,
     Started,
     Text,
@@ -34,26 +46,11 @@ from strata.serve.request import (
     TurnRequest,
     Waiting,
 )
-from strata.serve.slots import NOTHING, Slot, Slots
+from strata.serve.slots import NOTHING, Slot
 from strata.serve.system_prompts import keep_system_prompt
 from strata.types import Key, Tokens
 
 log = logging.getLogger("strata.turn")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workshop:
-    """What every turn works with. `cache` None: nothing is kept. `parks`: tasks that outlive their request."""
-
-    engine: Engine
-    slots: Slots
-    cache: ConversationCache | None
-    parks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def give_back(self, unused: Captured) -> None:
-        """A checkpoint that nobody will write."""
-        if self.cache is not None and self.cache.taker is not None:
-            self.cache.taker.give_back(unused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +75,12 @@ async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnE
         async for place in places:
             yield Waiting(position=place.position, total=place.total)
     slot, seat = shop.slots.seated(ticket)
-    run = Running(slot=slot, prompt=prompt, engine_generation=shop.engine.generation)
+    claim = shop.pool.claim(slot.index, len(prompt.tokens))
+    run = Running(slot=slot, prompt=prompt, claim=claim, engine_generation=shop.engine.generation)
     try:
+        if not shop.pool.enters(claim):
+            yield Parked()
+            seat = await wait_for_room(shop, slot, claim)
         report = await fill(shop, slot, seat, prompt, reuse=request.cache_prompt)
         run.check_engine(shop.engine)
         yield Started(slot=slot.index, cache=report)
@@ -93,6 +94,10 @@ async def run_turn(shop: Workshop, request: TurnRequest) -> AsyncGenerator[TurnE
                     yield run.wrote(event)
                 case Held():
                     run.take(event)
+                case Paused():
+                    yield Parked()
+                    standing = run.standing(event, shop.engine, keeps=request.cache_prompt)
+                    run.generation.resume(await step_aside(shop, slot, claim, standing))
                 case Finished():
                     run.finished = event
         yield Text(text=run.end().text, n_tokens=0)
@@ -110,6 +115,7 @@ class Running:
 
     slot: Slot
     prompt: Prompt
+    claim: Claim
     engine_generation: int  # of the engine process that the slot was taken in
     generation: Generation | None = None
     generated: list[Tokens] = field(default_factory=list)
@@ -120,13 +126,23 @@ class Running:
 
     def read(self, event: Progress) -> Reading:
         self.slot.doing, self.slot.total = "reading" if event.held < event.total else "ready", event.total
-        self.slot.tokens = self.prompt.tokens[: event.held]
+        self.slot.tokens = self.held_tokens(event.held)
         return Reading(held=event.held, total=event.total)
 
     def wrote(self, event: Delta) -> Text:
         self.slot.doing, self.slot.tokens = "active", self.prompt.tokens
         self.generated.append(unpack_tokens(event.tokens))
+        self.claim.wrote(len(self.generated[-1]))
         return Text(text=event.text, n_tokens=len(self.generated[-1]))
+
+    def standing(self, event: Paused, engine: Engine, *, keeps: bool) -> Standing:
+        return Standing(
+            root=self.prompt.root,
+            tokens=self.held_tokens(None),
+            held=event.held,
+            frontier=prefix.frontier(self.prompt.tokens, engine.info.openers),
+            keeps=keeps,
+        )
 
     def take(self, event: Held) -> None:
         """Capture a checkpoint beside the request."""
@@ -160,8 +176,8 @@ class Running:
         assert self.finished is not None, "the engine ended a request without Finished"
         return self.finished
 
-    def held_tokens(self, held: int) -> Tokens:
-        """The first `held` tokens of prompt and reply."""
+    def held_tokens(self, held: int | None) -> Tokens:
+        """The first `held` tokens of prompt and reply; None: all."""
         return np.concatenate([self.prompt.tokens, *self.generated])[:held]
 
 
@@ -183,9 +199,11 @@ def check_fits(engine: Engine, prompt: Prompt) -> None:
     if n == 0:
         raise BadRequest("the prompt is empty: it must have at least one token", field="prompt")
     if n >= context:
+        is_whole_pool = context == engine.info.room_cells and engine.info.slots > 1
+        holder, flag = ("K/V pool", "--pool-cells") if is_whole_pool else ("context", "--context")
         raise ContextOverflow(
-            f"the prompt has {n} tokens, and the context of {context} tokens must hold it and at least one more; "
-            "shorten it, or start the server with a larger --context",
+            f"the prompt has {n} tokens, and the {holder} of {context} tokens must hold it and at least one more; "
+            f"shorten it, or start the server with a larger {flag}",
             field="messages",
         )
 
@@ -209,6 +227,7 @@ async def fill(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, reuse:
     slot.root, slot.frontier, slot.owed = prompt.root, 0, False
     await slot.give_way(len(slot.tokens))
     held = await take_live(shop, slot, seat, prompt, goes_back=goes_back)
+    await empty_idle(shop)
     slot.tokens = prompt.tokens[:held]
     sources = [] if not held else [slot.came_from if seat.fork_from is None else "fork"]
     slot.came_from = "live"
@@ -300,6 +319,7 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
             for unused in (*captured, *await run.captured()):
                 shop.give_back(unused)
         finally:
+            shop.pool.leave(run.claim)
             shop.slots.give_back(slot)
 
 
@@ -319,6 +339,7 @@ async def revert(shop: Workshop, run: Running, openers: Collection[int], capture
     opener = prefix.frontier(slot.tokens, openers)
     if opener is None:
         return
+    await slot.give_way(opener)
     done = await shop.engine.trim(slot.index, opener)
     if done.ok:
         slot.tokens = slot.tokens[:opener]
@@ -332,59 +353,6 @@ async def run_out(run: Running) -> Finished | None:
     if run.finished is None and run.generation is not None:
         return await run.generation.cancel()
     return run.finished
-
-
-def leave(shop: Workshop, slot: Slot, *, stays: int) -> None:
-    """The slot is about to lose what lies behind its first `stays` tokens: park it first, if nothing else keeps it."""
-    if shop.cache is None:
-        return
-    goes = stays < (slot.frontier or len(slot.tokens))
-    if slot.owed and goes and not slot.parkings and not shop.cache.keeps_live(slot.index):
-        park(shop, slot, frontier=slot.frontier or None, leaving=True)
-    shop.cache.left(slot.index)
-
-
-def park(
-    shop: Workshop,
-    slot: Slot,
-    *,
-    frontier: int | None,
-    leaving: bool = False,
-    checkpoints: tuple[Captured, ...] = (),
-) -> None:
-    """Start parking what an idle slot holds. The next requests do not wait for it, but for its capture.
-
-    `checkpoints`: those that were taken during its turn, which belong to the park from now on.
-    """
-    if shop.cache is None or slot.root is None or not len(slot.tokens):
-        for unused in checkpoints:
-            shop.give_back(unused)
-        return
-    job = ParkJob(
-        slot=slot.index,
-        root=slot.root,
-        tokens=slot.tokens,
-        frontier=frontier,
-        conversation=prefix.conversation_key(slot.root, slot.tokens, shop.engine.info.openers),
-        provisional=slot.provisional,
-        leaving=leaving,
-        checkpoints=checkpoints,
-    )
-    parking = shop.cache.begin_park(job)
-    if parking is None:
-        for unused in checkpoints:
-            shop.give_back(unused)
-        return
-    slot.parkings.add(parking)
-    watched(finish_park(slot, parking), f"the park of slot {slot.index}", shop.parks)
-
-
-async def finish_park(slot: Slot, parking: Parking) -> None:
-    """The rest of a park, beside whatever runs next."""
-    try:
-        await parking.run()
-    finally:
-        slot.parkings.discard(parking)
 
 
 def completed(run: Running, report: CacheReport) -> Completed:

@@ -35,11 +35,13 @@ from strata.serve.limits import (
     queue_limits,
     system_prompt_limits,
 )
+from strata.serve.parks import Workshop, leave
 from strata.serve.request import TurnEvent, TurnRequest
 from strata.serve.sessions import Sessions, slot_list
 from strata.serve.slots import Slots
 from strata.serve.status import arena_status, cache_status, system_prompt_status
-from strata.serve.turn import Workshop, leave, run_turn
+from strata.serve.tax import PoolTax
+from strata.serve.turn import run_turn
 from strata.store.arena import Arena
 from strata.store.choices import Choices
 from strata.store.fs import Disk
@@ -75,6 +77,7 @@ class Server:
         self._caretaker: set[asyncio.Task[None]] = set()
         self._engine: EngineClient | None = None
         self._shop: Workshop | None = None
+        self._tax: PoolTax | None = None
         self._stopping = False
 
     @classmethod
@@ -116,6 +119,8 @@ class Server:
             slots.is_kept = cache.keeps_live
             watched(self._look_after(cache), "the caretaker of the levels", self._caretaker)
         self._shop = Workshop(engine=engine, slots=slots, cache=cache)
+        self._tax = PoolTax(self._shop)
+        self._shop.pool.on_written = self._tax.wrote
         if self._session_folder is not None and self._arena is not None:
             mover = SessionMover(
                 engine=engine,
@@ -197,6 +202,8 @@ class Server:
             model_path=str(self._model_path),
             slots=config.parallel,
             context=config.context,
+            pool_cells=config.pool_cells,
+            measure_idle_cells=self._has_cache and config.parallel > 1,
             flash_attention=config.flash_attention,
             kv_k=config.kv[0],
             kv_v=config.kv[1],
@@ -223,7 +230,7 @@ class Server:
     async def stop(self) -> None:
         """End everything in order. Call it when no turn runs any more; also after a failed or unfinished start."""
         self._stopping = True
-        for task in self._caretaker:
+        for task in [*self._caretaker, *(self._tax.tasks if self._tax is not None else ())]:
             task.cancel()
         if self._shop is not None:
             await self._put_away(self._shop)
@@ -311,6 +318,7 @@ class Server:
             "identity": info.fingerprint.hex()[:16],
             "context_tokens": info.context,
             "pool_cells": info.pool_cells,
+            "room_cells": info.room_cells,
             "slots": info.slots,
             "kv": info.kv,
             "bytes_per_token": sum(stage.token_bytes for stage in info.stages),
@@ -353,6 +361,7 @@ class Server:
             "slots": slots,
             "waiting": shop.slots.waiting,
             "queue": shop.slots.queue.status(),
+            "pool": {**shop.pool.status(), **(self._tax.status() if self._tax is not None else {})},
             "levels": [] if shop.cache is None else shop.cache.status(),
             "cache": None if shop.cache is None else cache_status(shop.cache, len(shop.parks)),
             "system_prompts": None if shop.cache is None else system_prompt_status(shop.cache),

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from strata.errors import EngineGone, StrataError
-from strata.serve.request import Completed, Reading, Started, Text, TurnEvent, TurnRequest, Waiting
+from strata.serve.request import Completed, Parked, Reading, Started, Text, TurnEvent, TurnRequest, Waiting
 from strata.web.errors import json_response, strata_error_content
 from strata.web.exchange import ClientGone, Exchange, Exchanges
 
@@ -90,12 +90,12 @@ class StreamedAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _first(self, exchange: Exchange) -> TurnEvent | None:
-        """What the headers wait for: the cache report. When it takes too long, the last place in the queue, or None."""
+        """What the headers wait for: the cache report. When it takes too long, what it waits for, or None."""
         now = asyncio.get_running_loop().time
         deadline, place = now() + self._limits.started_wait_s, None
         while (left_s := deadline - now()) > 0:
             event = await exchange.event(within_s=left_s)
-            if not isinstance(event, Waiting):
+            if not isinstance(event, Waiting | Parked):
                 return event or place
             place = event
         return place
@@ -112,6 +112,9 @@ class StreamedAnswer(Response):
                         comment = b": active\n\n"
                     case Started():
                         comment = b": reading\n\n"
+                    case Parked():
+                        comment = b": parked, waits for room\n\n"
+                        out += comment
                     case Waiting() | Reading():
                         comment = _progress(event)
                         if now() - told_at >= self._limits.progress_s:

@@ -18,7 +18,7 @@ import numpy as np
 
 from strata.engine.checkpoint_messages import ApplyCheckpoint, CaptureCheckpoint, Held, Hold, ReleaseCheckpoint
 from strata.engine.pool_messages import Compact, Paused, Resume
-from strata.engine.values import EngineInfo, EngineSettings, Message, Sampling, Timing
+from strata.engine.values import EngineInfo, EngineSettings, Message, Sampling, Steps, Timing
 from strata.types import Span, StageShape, Tokens
 
 # All of the contract can be imported from here; these are defined elsewhere.
@@ -34,6 +34,7 @@ __all__ = [
     "ReleaseCheckpoint",
     "Resume",
     "Sampling",
+    "Steps",
     "Timing",
 ]
 
@@ -297,15 +298,6 @@ class RunFailed(Message, frozen=True):
     kind: str
     message: str
     held: int
-
-
-class Steps(Message, frozen=True):
-    """All steps of this process so far, told whenever a request ends: their seconds in llama.cpp, and outside it."""
-
-    count: int = 0
-    rows: int = 0
-    inside_s: float = 0.0
-    outside_s: float = 0.0
 
 
 Event = (

@@ -114,3 +114,12 @@ class ContextShape:
     kv_k: str = "f16"
     kv_v: str = "f16"
     swa_full: bool = True
+
+
+class Steps(Message, frozen=True):
+    """All steps of this process so far, told whenever a request ends: their seconds in llama.cpp, and outside it."""
+
+    count: int = 0
+    rows: int = 0
+    inside_s: float = 0.0
+    outside_s: float = 0.0

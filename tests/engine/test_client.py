@@ -367,7 +367,7 @@ def test_memory_that_cannot_be_cut_says_so(runner: asyncio.Runner, tiny_paths: d
 
 
 def test_openmp_defaults_yield_to_the_users_choice() -> None:
-    assert _environment({})["GOMP_SPINCOUNT"] == "2000"
+    assert _environment({})["GOMP_SPINCOUNT"] == "500"
     assert _environment({"GOMP_SPINCOUNT": "5"})["GOMP_SPINCOUNT"] == "5"
     assert "GOMP_SPINCOUNT" not in _environment({"OMP_WAIT_POLICY": "active"})
     pages, copies = "glibc.malloc.hugetlb=1", "glibc.cpu.x86_rep_movsb_threshold=0x10000000"

@@ -35,7 +35,7 @@ MODELS = pytest.mark.parametrize(
     ("name", "options"),
     [
         ("qwen35", {}),
-        ("qwen35", {"stages": (4, 4)}),
+        ("qwen35", {"layer_split": (1, 1)}),
         ("lfm2", {}),
         ("lfm2_window", {}),
         ("lfm2_window", {"swa_full": False}),

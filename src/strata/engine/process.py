@@ -48,7 +48,7 @@ from strata.store.arena import NO_LARGE_PAGES
 from strata.types import Span
 
 _MODEL_FLAG = "--model"
-_OPENMP_SPINS = "2000"
+_OPENMP_SPINS = "500"
 _TUNABLES = "GLIBC_TUNABLES"
 _LARGE_PAGES = "glibc.malloc.hugetlb=1"
 _VECTOR_COPIES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000"
@@ -273,9 +273,9 @@ def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment: as inherited, with defaults that llama.cpp lacks.
 
     OpenMP threads that wait at a barrier spin for milliseconds by default; as soon as another process wants one of the
-    cores, a step takes 100 times as long (3,000 ms a token). A spin of about what waking a thread costs avoids that.
-    Measured through HTTP on two cores, for 500, 2,000, 5,000 and 20,000 spins: 9.7, 8.6, 8.5, 8.6 ms a token (medians
-    of 3, those of 500 from 8.7 to 10.2), and beside one busy process 25, 38, 52, 45 (2 each, far apart).
+    cores, a step takes 100 times as long (3,000 ms a token). A short spin avoids that: the writer's and the readers'
+    threads want those cores too. Measured through HTTP on two cores, for 500, 2,000, 5,000 and 20,000 spins: 9.7, 8.6,
+    8.5, 8.6 ms a token (medians of 3, those of 500 from 8.7 to 10.2), and beside one busy process 25, 38, 52, 45.
 
     glibc is told to ask for large pages, which the K/V cache then lies in (measured: captures a fifth faster without
     flash attention, whose V is read in pieces all over it), and to copy by vector moves: a blob's rows lie 12 bytes

@@ -30,7 +30,7 @@ SMALL_ROOT = f"--prompt-cache-root={SMALL - 50}"
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model(find_model("demo"), gpu_layers=None, progress=lambda done: None)
+    return Model(find_model("demo"), gpu_layers=None, layer_split=(), progress=lambda done: None)
 
 
 def system_of(model: Model, n_tokens: int, first: str = "You keep the keys.") -> str:
@@ -151,7 +151,7 @@ def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["qwen35", "lfm2_window", "mamba"])
 def test_models_whose_memory_cannot_be_cut(tmp_path: Path, tiny_paths: dict[str, Path], name: str) -> None:
-    tiny = Model(tiny_paths[name], gpu_layers=None, progress=lambda done: None)
+    tiny = Model(tiny_paths[name], gpu_layers=None, layer_split=(), progress=lambda done: None)
     system, question, folder = system_of(tiny, SMALL), "Which drawer holds most keys?", tmp_path / "prompts"
     flags = (f"--model={tiny_paths[name]}", SMALL_ROOT)
     with server_at(tmp_path, *flags) as server:

@@ -2,8 +2,8 @@
 
 A device is given a read as a list of memory segments. The arena's pages are small ones on most systems and lie
 scattered, so that 2 MiB of it are up to 512 segments; a large page is one. Measured on a virtual disk: 1.0-1.4 GB/s
-into scattered pages, 2.3-2.6 GB/s into large ones. So a direct read goes through a few large pages per thread, and is
-copied from there while the processor's cache still holds it.
+into scattered pages, 2.3-2.6 GB/s into large ones. So a direct read goes through a few large pages, and is copied
+from there while the processor's cache still holds it.
 
 Every call that lets go of the GIL may wait to get it back, which in a busy process costs more than the call: a block is
 read by as few of them as possible.
@@ -17,8 +17,8 @@ import ctypes
 import mmap
 import os
 import sys
-import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -34,10 +34,11 @@ PIECE_BYTES = 8 * MIB
 _CACHESTAT = 451  # the system call's number on all processors that Linux 6.5 and an LLM are likely to meet
 
 
-class Staging(threading.local):
-    """Direct reads; one piece of memory for each thread that makes any, for as long as the thread lives."""
+class Staging:
+    """Direct reads from any thread; as many pieces of memory as there were reads at once."""
 
-    _memory: memoryview | None = None
+    def __init__(self) -> None:
+        self._idle: list[memoryview] = []
 
     def read(self, fd: int, path: Path, offset: int, view: memoryview) -> None:
         """Fill `view`, whole pages, from a file opened with DIRECT. DamagedFile when it ends before."""
@@ -47,17 +48,24 @@ class Staging(threading.local):
         elif len(view) == PAGE:
             read_all(fd, path, offset, view)
         else:
-            for at in range(0, len(view), PIECE_BYTES):
-                target = view[at : at + PIECE_BYTES]
-                piece = self._piece(len(target))
-                read_all(fd, path, offset + at, piece)
-                # Without the GIL, unlike an assignment of memoryviews.
-                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(piece, np.uint8))
+            with self._piece() as whole:
+                for at in range(0, len(view), PIECE_BYTES):
+                    target = view[at : at + PIECE_BYTES]
+                    piece = whole[: len(target)]
+                    read_all(fd, path, offset + at, piece)
+                    # Without the GIL, unlike an assignment of memoryviews.
+                    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(piece, np.uint8))
 
-    def _piece(self, n_bytes: int) -> memoryview:
-        if self._memory is None:
-            self._memory = _in_large_pages(PIECE_BYTES)
-        return self._memory[:n_bytes]
+    @contextmanager
+    def _piece(self) -> Iterator[memoryview]:
+        try:
+            piece = self._idle.pop()  # one step, so no other thread gets the same
+        except IndexError:
+            piece = _in_large_pages(PIECE_BYTES)
+        try:
+            yield piece
+        finally:
+            self._idle.append(piece)
 
 
 def _in_large_pages(n_bytes: int) -> memoryview:

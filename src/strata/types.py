@@ -15,6 +15,7 @@ Tokens = NDArray[np.int32]
 Key = NewType("Key", bytes)
 """32 bytes of BLAKE3: the name of a segment; commits to the identity, the namespace and every token up to its end."""
 
+KIB = 1 << 10
 MIB = 1 << 20
 SEGMENT_TOKENS = 256
 """Tokens in a full segment; the multiples of this are the fixed cuts (DESIGN §3)."""

@@ -94,6 +94,25 @@ def test_a_full_level_below_keeps_what_is_above_until_there_is_room(tmp_path) ->
         assert level(server, "cold")["writer"]["state"] == "ok"
 
 
+@pytest.mark.parametrize("ram", [("--conversation-cache-mib=6", *RAM[1:]), ()], ids=["with RAM", "without"])
+def test_a_full_volume_below_its_budget_hands_down_and_nothing_is_dropped(tmp_path, ram) -> None:
+    warm, cold = tmp_path / "warm", tmp_path / "cold"
+    flags = (*ram, f"--conversation-cache-warm-dir={warm}", "--conversation-cache-warm-mib=64")
+    names = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay", "Gus")
+    with small(warm, 12), RunningServer(tmp_path / "log", *flags, cold=cold) as server:
+        for name in names:
+            assert said(ask(server, talk(name)))
+            server.settled()
+        above, below = level(server, "warm"), level(server, "cold")
+        assert server.counters["discards"] == server.counters["deferred"] == server.counters["spill_failed"] == 0
+        assert above["conversations"] + below["conversations"] == len(names)
+        assert above["conversations"] and above["counters"]["degraded"] > 0, "it goes on being used"
+        assert above["counters"]["degrade_failed"] == above["counters"]["disk_evictions"] == 0
+        assert above["writer"] == {**above["writer"], "state": "ok", "failures": 0}, "nothing is tried in vain"
+        for name in names:
+            assert cached(ask(server, [*talk(name), {"role": "assistant", "content": "x"}])) > 100
+
+
 def test_a_disk_that_becomes_read_only(tmp_path) -> None:
     cold = tmp_path / "cold"
     with RunningServer(tmp_path / "log", *RAM, cold=cold) as server:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,10 @@ def test_a_failing_disk_leaves_ram_alone_and_is_used_again_when_it_recovers(tmp_
         assert await bench.cache.flush(30)
         assert bench.cache.counters.spill_failed >= 2 and bench.cache.unwritten == 2, "nothing is given up"
         assert bench.cache.ram is not None and len(bench.cache.ram.index.conversations()) == 2
-        assert bench.disk.state.startswith("failing") and not bench.disk.usable
+        assert bench.disk.health.state.startswith("failing") and not bench.disk.health.usable
         disk.fails = lambda _, __: False
         assert await bench.cache.flush(30)
-        assert bench.cache.unwritten == 0 and bench.disk.state == "ok" and bench.disk.usable
+        assert bench.cache.unwritten == 0 and bench.disk.health.state == "ok" and bench.disk.health.usable
         assert len(bench.disk.index.conversations()) == 2
 
     play(scenario, tmp_path, slots=1, fs=disk, limits=limits("ram", 100), clock_step_s=1e-6)
@@ -355,11 +356,13 @@ def test_a_cold_hit_is_written_back_and_only_then_superseded_below(tmp_path: Pat
         warm, cold = bench.cache.disks
         assert levels_of(bench, old) == {"cold"}
         disk.fails = lambda kind, path: kind == "write" and "warm" in path.parts
+        cold.health.failed_at = time.monotonic()
         second = await bench.turn(later(FIRST, first.text))
         await parked(bench)
         assert second is not None and "cold" in second.report.source
         assert levels_of(bench, old) == {"cold"}, "the write back failed: the cold copy stays"
         disk.fails = lambda _, __: False
+        warm.health.failed_at = cold.health.failed_at = None
         _, new = await stored(bench, later(FIRST, first.text))
         assert levels_of(bench, old) == set() and levels_of(bench, new) == {"warm"}
         assert cold.counters.superseded == 1 and warm.counters.superseded == 0
@@ -415,7 +418,7 @@ def test_a_degrade_that_fails_leaves_everything_and_is_not_spun(
         await moved(bench)
         assert failed < warm.counters.degrade_failed <= failed + 4
         disk.fails = lambda _, __: False
-        cold._failed_at = None
+        cold.health.failed_at = None
         bench.cache.tick()
         await moved(bench)
         assert warm.counters.degraded == cold.counters.adopted >= 1 and not over_budget(warm)
@@ -629,7 +632,7 @@ def test_a_move_to_the_archive_that_fails_leaves_the_entry_until_a_tick(tmp_path
         await moved(bench)
         assert cold.counters.archive_failed == 2, "once for each tick"
         disk.fails = lambda _, __: False
-        archive._failed_at = None
+        archive.health.failed_at = None
         bench.cache.tick()
         await moved(bench)
         assert (cold.counters.archived, cold.counters.superseded) == (1, 1)

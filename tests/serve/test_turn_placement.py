@@ -117,7 +117,7 @@ def test_row(tmp_path: Path, case: Row, caplog: pytest.LogCaptureFixture) -> Non
     async def scenario(bench: Workbench) -> None:
         bench.free_bytes = case.memory
         if case.disk == "resting":
-            bench.disk._failed_at = time.monotonic()
+            bench.disk.health.failed_at = time.monotonic()
         if case.disk == "failing":
             disk.fails = lambda kind, _: kind == "write"
         answer = await bench.turn(FIRST)
@@ -135,7 +135,7 @@ def test_row(tmp_path: Path, case: Row, caplog: pytest.LogCaptureFixture) -> Non
         await parked(bench)
         assert ends(bench) == case.left
         disk.fails = lambda _, __: False
-        bench.free_bytes, bench.disk._failed_at = PLENTY, None
+        bench.free_bytes, bench.disk.health.failed_at = PLENTY, None
         assert answer is not None
         again = await bench.whole(later(FIRST, answer.text))
         assert (again.completed.cached_tokens > 600) == bool(case.where)
@@ -152,10 +152,10 @@ def test_row(tmp_path: Path, case: Row, caplog: pytest.LogCaptureFixture) -> Non
 
 def test_row_11_what_is_durable_leaves_ram_for_a_park_to_disk(tmp_path: Path) -> None:
     async def scenario(bench: Workbench) -> None:
-        bench.disk._failed_at = time.monotonic()
+        bench.disk.health.failed_at = time.monotonic()
         await bench.whole(FIRST)
         assert ends(bench) == {"parked_ram": 1} and bench.cache.counters.spilled == 1
-        bench.disk._failed_at = None
+        bench.disk.health.failed_at = None
         bench.free_bytes = MIB + 10_000  # the transient floor, and less than a park needs
         await bench.turn(ask(words(3, 300)))
         await parked(bench)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from strata.cache.admission import Admission, Floors, Memory
 from strata.cache.blocks import BlockPool
@@ -33,6 +34,7 @@ from strata.cache.status import disk_status, ram_status
 from strata.cache.story import Story
 from strata.cache.streaming import Streaming
 from strata.cache.system_prompts import SystemPromptLimits, SystemPrompts
+from strata.cache.write_levels import WriteLevels
 from strata.engine.protocol import Engine
 from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.placement import Target
@@ -98,6 +100,7 @@ class ConversationCache:
         shelf = None
         if archive is not None:
             shelf = Archive(level=DiskLevel(archive[0], archive[1], identity, clock), ids_only=archive[2])
+        self._write_levels = WriteLevels(self.disks)
         self.cascade = Cascade(self.disks, shelf, story=self.story, clock=clock)
         self._engine = engine
         self._limits = limits
@@ -134,8 +137,8 @@ class ConversationCache:
             self.ram.is_durable = lambda entry: self.kept.is_durable(entry.whole)
             self.ram.is_live = lambda entry: self.kept.is_live(entry.whole)
             self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
-        if self.write_level is not None:
-            self.write_level.on_recorded = self._became_durable
+        for disk in self.disks:
+            disk.on_recorded = partial(self._became_durable, disk)
         self.ladder.system_prompts = self.system_prompts
         if self.system_prompts is not None:
             self.system_prompts.taker = self.taker
@@ -210,7 +213,7 @@ class ConversationCache:
             story=self.story,
             clock=clock,
             ram=self.ram,
-            disk=self.write_level,
+            levels=self._write_levels,
             kept=self.kept,
             spiller=self.spiller if not limits.spill_on_evict else None,
             mirror=not limits.spill_on_evict,
@@ -224,7 +227,7 @@ class ConversationCache:
             engine=self._engine,
             pool=self._pool,
             ram=self.ram,
-            disk=self.write_level,
+            levels=self._write_levels,
             counters=self.counters,
             story=self.story,
             clock=clock,
@@ -308,15 +311,15 @@ class ConversationCache:
         prompt = self.system_prompts.wants_checkpoint(root, tokens) if self.system_prompts is not None else None
         return tuple(sorted(wanted | ({prompt} if prompt is not None and prompt > held else set())))
 
-    def _became_durable(self, entry: Conversation) -> None:
-        """On the write level: what was parked before and is continued by it is not needed in RAM, nor further down."""
+    def _became_durable(self, level: DiskLevel, entry: Conversation) -> None:
+        """What was parked before and is continued by it is not needed in RAM, nor on another level."""
         if self.ram is not None:
             old = self.ram.superseded_by(entry.conversation, entry.root, entry.tokens, born=entry.born - 1)
             self.ram.drop(old)
             self.counters.ram_superseded += len(old)
             if self.spiller is not None:
                 self.spiller.collapse(old)
-        self.cascade.supersede_below(entry)
+        self.cascade.supersede_elsewhere(level, entry)
 
     # ------------------------------------------------------------------------------------------------------ upkeep
 

@@ -61,18 +61,18 @@ class Cascade:
         self._turns = {level.name: asyncio.Lock() for level in levels}
         for level in self.levels:
             level.on_leaving = self.leave
-            level.is_last = self.below(level) is None
+            level.below = self._next(level)
 
     def __repr__(self) -> str:
         return f"Cascade({' -> '.join(level.name for level in self.levels)}, {len(self._tasks)} moving)"
 
-    def below(self, level: DiskLevel) -> DiskLevel | None:
+    def _next(self, level: DiskLevel) -> DiskLevel | None:
         at = self.levels.index(level)
         return self.levels[at + 1] if at + 1 < len(self.levels) else None
 
     def leave(self, level: DiskLevel, serials: Sequence[int], why: Leaving) -> None:
         """Take over entries that must leave `level`."""
-        below = self.below(level)
+        below = level.below
         if why == "budget" and below is not None:
             for serial in serials:
                 self._start(level, serial, self._degrade(level, below, serial))
@@ -88,9 +88,12 @@ class Cascade:
         level.begin_leaving(serial)
         watched(work, f"moving a conversation out of {level.name}", self._tasks)
 
-    def supersede_below(self, entry: Conversation) -> None:
-        """A conversation is durable on the write level: older states of it on the levels below are not needed."""
-        for level in self.levels[1:]:
+    def supersede_elsewhere(self, durable: DiskLevel, entry: Conversation) -> None:
+        """A conversation is durable on one level: older states of it on the others are not needed."""
+        at = self.levels.index(durable)
+        for level in self.levels[:at]:
+            level.supersede(entry, spare=level.moving)  # it may come from there, and what comes after it is compared
+        for level in self.levels[at + 1 :]:
             level.supersede(entry)
 
     async def settle(self) -> None:
@@ -274,8 +277,8 @@ def _refusal(receiver: DiskLevel, manifest: Manifest) -> str:
     """Why a receiver cannot take an entry; empty when it can."""
     missing = (n for key, n in manifest.objects.items() if not receiver.index.holds(key))
     n_bytes = sum(missing)
-    if not receiver.usable:
-        return f"{receiver.name} is {receiver.state}"
+    if not receiver.health.usable:
+        return f"{receiver.name} is {receiver.health.state}"
     if n_bytes > receiver.limits.budget_bytes:
         return f"it is larger than the budget of {receiver.name}"
     if refusal := receiver.refuses(n_bytes):

@@ -95,7 +95,7 @@ class CheckpointRoom:
             transient_need_bytes=passing_bytes + in_engine_bytes,
             evictable_bytes=ram.evictable_bytes(tuple(keys)) if ram is not None else 0,
             fits_budget=ram is not None and not plan.short_bytes,
-            disk_usable=disk is not None and (disk.usable or ram is None),
+            disk_usable=disk is not None and (disk.health.usable or ram is None),
             provisional=False,
             durable_below=False,
             mirror_parks=True,

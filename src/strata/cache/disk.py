@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -18,6 +17,7 @@ import msgspec
 from strata.cache.coming import Coming
 from strata.cache.counters import LevelCounters
 from strata.cache.entries import Conversation
+from strata.cache.health import Health
 from strata.cache.loading import conversation_of, load
 from strata.cache.put import DiskLimits, Leaving, Put, PutOutcome
 from strata.cache.removals import Removals
@@ -28,13 +28,10 @@ from strata.cache.vanished import forget_vanished
 from strata.store.format import Manifest
 from strata.store.level import Level
 from strata.store.reader import Reader
-from strata.store.writer import OK, Committed, Writer
+from strata.store.writer import Committed, Writer
 from strata.types import Key
 
 log = logging.getLogger("strata.cache")
-
-RETRY_S = 5.0
-"""After a failure a disk is left alone for so long, unless nothing else can keep a state."""
 
 
 class DiskLevel:
@@ -49,8 +46,8 @@ class DiskLevel:
         self.on_leaving: Callable[[DiskLevel, Sequence[int], Leaving], None] = DiskLevel.remove_now
         self.on_recorded: Callable[[Conversation], None] = lambda _: None
         """Told of every conversation that became durable here."""
-        self.is_last = True
-        """No level below takes what does not fit: it is deleted here."""
+        self.below: DiskLevel | None = None
+        """The level that takes what does not fit; None: it is deleted here."""
         self.moving: set[int] = set()
         """Entries on their way to another level or the archive; their bytes count as gone already."""
         self.stuck: dict[int, Leaving] = {}
@@ -59,13 +56,13 @@ class DiskLevel:
         self._clock = clock
         self.scan = level.scan(identity)
         self.writer = Writer(level)
+        self.health = Health(self.writer)
         self.reader = Reader(level)
         self._tickets = 0
         self._puts: set[Put] = set()
         self._coming = Coming(self.index)
         self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
         self.removals = Removals(level, self.writer)
-        self._failed_at: float | None = None
 
     def __repr__(self) -> str:
         return f"DiskLevel({self.level!r}, {self.index!r})"
@@ -82,18 +79,10 @@ class DiskLevel:
     def manifests_under_way(self) -> tuple[Manifest, ...]:
         return tuple(put.manifest for put in self._puts)
 
-    # ---------------------------------------------------------------------------------------------------------- asking
-
-    @property
-    def usable(self) -> bool:
-        """Whether writing to it may succeed: its writer lives, and did not fail a moment ago."""
-        resting = self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S
-        return self.writer.is_alive and not resting
-
-    @property
-    def state(self) -> str:
-        """ "ok", or what is wrong with it, for people."""
-        return self.writer.state
+    def takes(self, n_bytes: int) -> bool:
+        """Whether a write of `n_bytes` should succeed, as far as anyone can tell before it."""
+        lacks_space = self.health.lacking_bytes(n_bytes + self._coming_bytes)
+        return self.health.usable and not self.refuses(n_bytes) and not lacks_space
 
     def refuses(self, n_bytes: int) -> str:
         """Why a write of `n_bytes` is not taken; empty when it is."""
@@ -104,9 +93,16 @@ class DiskLevel:
     @property
     def used_bytes(self) -> int:
         """Bytes the level's files will take once what is under way is done."""
-        coming = sum(put.unwritten_bytes for put in self._puts)
+        return self.level.used_bytes + self._coming_bytes - self._leaving_bytes
+
+    @property
+    def _coming_bytes(self) -> int:
+        return sum(put.unwritten_bytes for put in self._puts)
+
+    @property
+    def _leaving_bytes(self) -> int:
         moving = self.index.bytes_named_by(self.moving, alone=True) if self.moving else 0
-        return self.level.used_bytes + coming - self.removals.n_bytes - moving
+        return self.removals.n_bytes + moving
 
     # --------------------------------------------------------------------------------------------------------- writing
 
@@ -174,13 +170,13 @@ class DiskLevel:
         empty = named == 0 or (put.manifest.checkpoints and not part.checkpoints)
         if empty or (put.whole and not whole):
             await asyncio.wrap_future(self.writer.abandon(put.ticket))
-            self.note_disk()
+            self.health.note()
             return PutOutcome(durable=frozenset(), tokens=0, reason=reason)
         now = self._clock()
         changes = {"serial": self.level.next_serial(), "stamp_s": now, "created_s": put.manifest.created_s or now}
         manifest = msgspec.structs.replace(as_held(self.index, part, but=put.missing), **changes)
         committed = await asyncio.wrap_future(self.writer.commit(put.ticket, manifest))
-        self.note_disk()
+        self.health.note()
         if not isinstance(committed, Committed):
             if committed.vanished:
                 forget_vanished(self.level, self.index, self.counters)
@@ -197,10 +193,6 @@ class DiskLevel:
         stored = (key for key in keys if self.index.bytes_of(key) or self.index.holds(key))
         unused = (key for key in stored if not self.index.is_leased([key]))
         self._drop_unnamed(key for key in unused if key not in self._coming)
-
-    def note_disk(self) -> None:
-        """Remember whether the disk fails, so that parks go elsewhere for a moment."""
-        self._failed_at = None if self.writer.state == OK else time.monotonic()
 
     def _record(self, manifest: Manifest, entry: Conversation, *, cut_short: bool) -> None:
         """Put what became durable into the index, and let go what it supersedes."""
@@ -226,7 +218,7 @@ class DiskLevel:
         """Keep a manifest without its segments; why that failed, or an empty text."""
         manifest = msgspec.structs.replace(manifest, serial=self.level.next_serial(), stamp_s=self._clock())
         committed = await asyncio.wrap_future(self.writer.commit(self.next_ticket(), manifest, ids_only=True))
-        self.note_disk()
+        self.health.note()
         if not isinstance(committed, Committed):
             return committed.reason
         self.index.add_conversation(conversation_of(manifest, committed.manifest_bytes))
@@ -234,11 +226,12 @@ class DiskLevel:
         self.make_room(0)
         return ""
 
-    def supersede(self, by: Conversation, *, longest: int | None = None) -> None:
-        """Let go older states of the same conversation. `longest`: spare those of more tokens."""
+    def supersede(self, by: Conversation, *, longest: int | None = None, spare: Collection[int] = ()) -> None:
+        """Let go older states of the same conversation. `longest`: spare those of more tokens; and these entries."""
         old = self.index.superseded_by(by.conversation, by.root, by.tokens, longest=longest, born=by.born)
         index, keep = self.index, self.limits.checkpoints
-        self.let_go([s for s in old if not index.outlives(index.conversation(s), by, keep)], "superseded")
+        gone = [s for s in old if s not in spare and not index.outlives(index.conversation(s), by, keep)]
+        self.let_go(gone, "superseded")
 
     def _compact(self, by: Conversation) -> None:
         limit = self.limits.divergence_tokens
@@ -254,7 +247,10 @@ class DiskLevel:
     # -------------------------------------------------------------------------------------------------------- room
     def make_room(self, need_bytes: int) -> None:
         """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
-        if self.limits.rejects or self.used_bytes + need_bytes <= self.limits.budget_bytes:
+        if self.limits.rejects:
+            return
+        need_bytes = max(need_bytes, self.limits.budget_bytes - self.used_bytes + self._to_hand_down(need_bytes))
+        if self.used_bytes + need_bytes <= self.limits.budget_bytes:
             return
         self._drop_quarantined(self.used_bytes + need_bytes - self.limits.budget_bytes)
         plan = self._room().plan(need_bytes)
@@ -262,6 +258,14 @@ class DiskLevel:
         self.let_go(plan.serials, "budget")
         if plan.short_bytes and need_bytes:
             log.warning("%s: over its budget by %d bytes, in use or unable to leave", self.name, plan.short_bytes)
+
+    def _to_hand_down(self, need_bytes: int) -> int:
+        """Bytes that must leave so that the volume can take `need_bytes`; 0 when the level below has no space either.
+
+        A volume may be full below the level's budget: others write to it too.
+        """
+        lacking = self.health.lacking_bytes(need_bytes + self._coming_bytes) - self._leaving_bytes
+        return lacking if lacking > 0 and self.below is not None and self.below.takes(lacking) else 0
 
     def _drop_quarantined(self, n_bytes: int) -> None:
         """What was set aside goes before any sound conversation; counted and logged."""
@@ -284,7 +288,7 @@ class DiskLevel:
             coming_bytes=sum(put.guest_bytes for put in self._puts),
             moving=self.moving,
             stuck=self.stuck,
-            is_last=self.is_last,
+            is_last=self.below is None,
         )
 
     def age_out(self) -> None:
@@ -308,7 +312,8 @@ class DiskLevel:
             self.on_leaving(self, leaving, why)
 
     def retry_stuck(self) -> None:
-        """Let everything that could not leave try again."""
+        """Let everything that could not leave try again, and see how much space there is by now."""
+        self.writer.look()
         self.removals.retry(lambda key: key in self._coming or self.index.holds(key) or self.index.is_named(key))
         stuck, self.stuck = self.stuck, {}
         for serial, why in stuck.items():

@@ -11,21 +11,22 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from strata.cache.admission import Admission
 from strata.cache.blocks import BlockPool
-from strata.cache.capturing import Capturing, Lengths, RamSource, payload_lengths, rows
+from strata.cache.capturing import Capturing, RamSource, payload_lengths
 from strata.cache.checkpoints import Captured, CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.kept import Kept
 from strata.cache.parking_checkpoints import ParkingCheckpoints
+from strata.cache.passing import PassingSource
 from strata.cache.put import PutOutcome
 from strata.cache.ram import Blocks, RamLevel
 from strata.cache.spilling import Spiller
 from strata.cache.story import Story
-from strata.cache.writing import MOST_QUEUED_BYTES, PutWriter, manifest_of
+from strata.cache.write_levels import WriteLevels
+from strata.cache.writing import PutWriter, manifest_of
 from strata.engine.protocol import Engine
 from strata.rules.placement import (
     Destination,
@@ -64,7 +65,7 @@ class ParkJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desk:
-    """What parks work with. `ram` and `disk` (the write level): None when off. `mirror`: write RAM parks at once.
+    """What parks work with. `ram`: None when off. `mirror`: write RAM parks at once.
 
     `taker`: None for memory that can be cut, which needs no checkpoints.
     """
@@ -76,7 +77,7 @@ class Desk:
     story: Story
     clock: Callable[[], float]
     ram: RamLevel | None
-    disk: DiskLevel | None
+    levels: WriteLevels
     kept: Kept
     spiller: Spiller | None
     mirror: bool
@@ -98,9 +99,10 @@ class Parking:
         placed: Placement,
         desk: Desk,
         *,
+        disk: DiskLevel | None,
         born: int,
     ) -> None:
-        """`whole`, `born`: see Conversation."""
+        """`disk`: the level to write to. `whole`, `born`: see Conversation."""
         self.job = job
         self._born = born
         self._segments = segments
@@ -109,6 +111,7 @@ class Parking:
         self._facts = facts
         self._placed = placed
         self._desk = desk
+        self._disk = disk
         self._capturing = Capturing(job.slot, engine=desk.engine, pool=desk.pool, counters=desk.counters)
         self._captured = asyncio.Event()
         self._promised_bytes = self._promised = 0
@@ -242,9 +245,11 @@ class Parking:
 
     # ------------------------------------------------------------------------------------------------------------ disk
 
-    def _begin_put(self, checkpoints: tuple[CheckpointEntry, ...] = ()) -> None:
+    def _begin_put(self, checkpoints: tuple[CheckpointEntry, ...] = ()) -> PutWriter:
         desk, job = self._desk, self.job
-        assert desk.disk is not None, "placed on disk without a disk level"
+        ticketed = self._checkpoints is not None and self._checkpoints.has_tickets
+        disk = desk.levels.first if ticketed else self._disk
+        assert disk is not None, "placed on disk without a disk level"
         manifest = manifest_of(
             desk.engine,
             tokens=job.tokens,
@@ -254,8 +259,9 @@ class Parking:
             checkpoints=checkpoints,
         )
         written = {one.key for one in job.checkpoints if one.ticket}
-        put = desk.disk.begin_put(manifest, whole=False, born=self._born, written=written)
-        self._writing = PutWriter(put, disk=desk.disk, engine=desk.engine, pool=desk.pool)
+        put = disk.begin_put(manifest, whole=False, born=self._born, written=written)
+        self._writing = PutWriter(put, disk=disk, engine=desk.engine, pool=desk.pool)
+        return self._writing
 
     async def _begin_with(self, checkpoints: ParkingCheckpoints) -> bool:
         """Begin the put once its last checkpoint is there; False when it has none and cannot be resumed anywhere."""
@@ -269,8 +275,18 @@ class Parking:
 
     async def _onto_disk(self) -> bool:
         """Through a few transient blocks, but for what RAM holds already."""
-        desk, writing = self._desk, self._writing
-        assert desk.disk is not None and writing is not None, "placed on disk without a put"
+        writing = self._writing
+        assert writing is not None, "placed on disk without a put"
+        outcome = await self._put(writing)
+        while not outcome.durable and (other := self._another(writing)) is not None:
+            log.warning("%s: %s; %s takes it", writing.disk.name, outcome.reason, other.name)
+            self._disk = other
+            writing = self._begin_put()
+            outcome = await self._put(writing)
+        self._account(outcome, writing.disk)
+        return outcome.durable.issuperset(self._whole) and not outcome.reason
+
+    async def _put(self, writing: PutWriter) -> PutOutcome:
         reached = 0
         try:
             reached = await self._write_missing(writing)
@@ -278,9 +294,18 @@ class Parking:
             self._captured.set()
             if self._checkpoints is not None:
                 await writing.drained()
-            outcome = await desk.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
-        self._account(outcome)
-        return outcome.durable.issuperset(self._whole) and not outcome.reason
+            outcome = await writing.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
+        return outcome
+
+    def _another(self, failed: PutWriter) -> DiskLevel | None:
+        """A level further down for what `failed` could not write, as long as all of it lies in the slot still."""
+        if self.wanted or self._checkpoints is not None or self._capturing.stop_reason:
+            return None
+        other = self._desk.levels.choose(failed.put.manifest.objects, but=failed.disk)
+        if other is None or other is failed.disk or not other.health.usable:
+            return None
+        self._captured.clear()
+        return other
 
     async def _write_missing(self, writing: PutWriter) -> int:
         """Hand the missing segments to the writer; how many of all segments it has or had."""
@@ -290,7 +315,9 @@ class Parking:
                 assert ram is not None, "held by a RAM level that is off"
                 await writing.checkpoint_from_ram(key, ram)
         to_capture = [s for s in self._segments if s.key in missing and not (ram and ram.index.holds(s.key))]
-        n_captured = await self._capturing.run(to_capture, DiskSource(desk.pool, self, writing), writing.from_capture)
+        n_captured = await self._capturing.run(
+            to_capture, PassingSource(desk.pool, self, writing), writing.from_capture
+        )
         self._captured.set()
         lost = {segment.key for segment in to_capture[n_captured:]}
         reached = next((i for i, key in enumerate(self._keys) if key in lost), len(self._keys))
@@ -300,9 +327,8 @@ class Parking:
                 await writing.from_ram(segment, ram)
         return reached
 
-    def _account(self, outcome: PutOutcome) -> None:
+    def _account(self, outcome: PutOutcome, disk: DiskLevel) -> None:
         desk, job, placed = self._desk, self.job, self._placed
-        assert desk.disk is not None, "placed on disk without a disk level"
         if not outcome.durable:
             desk.counters.refused += 1
             facts = replace(self._facts, durable_below=desk.kept.anywhere(self._whole))
@@ -317,7 +343,7 @@ class Parking:
         if transient and placed.floor_bytes < placed.parking_floor_bytes:
             log.info("%s", transient_line(placed))
         note = f", cut short: {outcome.reason}" if outcome.reason else ""
-        where = f"slot {job.slot} -> {desk.disk.name}"
+        where = f"slot {job.slot} -> {disk.name}"
         desk.tell(job, "park", f"{outcome.tokens} of {len(job.tokens)} tokens, {where}{note}")
 
     def make_room(self, n_bytes: int) -> None:
@@ -353,43 +379,3 @@ def give_up(desk: Desk, job: ParkJob, placed: Placement, reason: str = "", *, ev
         still = len(desk.ram.index.conversations()) if desk.ram is not None else 0
         log.warning("%s", skip_line(placed, evicted=evicted, still_parked=still, discards=counters.discards))
     desk.tell(job, "discard", f"{n_tokens} tokens: {reason or placed.reason}")
-
-
-class Giver(Protocol):
-    """Who captures from a slot. `wanted`: the slot is about to hold something else."""
-
-    wanted: bool
-
-    def make_room(self, n_bytes: int) -> None:
-        """Let others give memory back, as far as they may."""
-
-
-class DiskSource:
-    """Memory for blocks that pass through: few at once, and as many as are free when the slot is wanted."""
-
-    def __init__(self, pool: BlockPool, giver: Giver, writing: PutWriter) -> None:
-        self._pool = pool
-        self._giver = giver
-        self._writing = writing
-
-    def try_take(self, lengths: Lengths) -> Blocks | str | None:
-        flat = tuple(length for row in lengths for length in row)
-        if not self._pool.can_ever_park(flat):
-            return f"a segment needs {sum(flat)} bytes of the arena, more than parks may have"
-        wanted = self._giver.wanted
-        if not wanted and self._writing.queued_bytes > MOST_QUEUED_BYTES:
-            return None
-        spans = self._pool.try_take(flat, "park")
-        if spans is None and not self._pool.is_passing:
-            # Nothing will come back: RAM has all of the arena, and the system gives no more.
-            self._giver.make_room(sum(flat))
-            spans = self._pool.try_take(flat, "park")
-            if spans is None:
-                return "the arena could not grow"
-        if spans is None:
-            return "its slot was wanted while the writer was behind" if wanted else None
-        return rows(spans, len(lengths[0]))
-
-    async def wait(self) -> None:
-        """A block comes back with every write that ends."""
-        await self._pool.returned()

@@ -36,6 +36,11 @@ class ParkingCheckpoints:
         """Arena bytes of those that wait in blocks that pass through."""
         return sum(one.room.arena_bytes for one in self._captured.values() if one.room is not None)
 
+    @property
+    def has_tickets(self) -> bool:
+        """Whether some of them are on the write level already."""
+        return any(one.ticket for one in self._captured.values())
+
     async def complete(self, slot: int) -> None:
         """Without one of the end, take it now: the slot is idle still."""
         if not self.has_end:
@@ -57,7 +62,7 @@ class ParkingCheckpoints:
         """
         planned_bytes = self.passing_bytes
         await self.complete(slot)
-        if self.passing_bytes > planned_bytes or any(captured.ticket for captured in self._captured.values()):
+        if self.passing_bytes > planned_bytes or self.has_tickets:
             return ()
         for position, captured in self._captured.items():
             self._captured[position] = self._taker.into_ram(captured, self._root, self._tokens)

@@ -6,9 +6,10 @@ The decision itself is rules/placement.py; what a park does then is parking.py.
 from __future__ import annotations
 
 from strata.cache.capturing import segment_lengths
+from strata.cache.disk import DiskLevel
 from strata.cache.parking import Desk, Parking, ParkJob, give_up
 from strata.cache.spilling import Spiller
-from strata.cache.writing import transient_need_bytes
+from strata.cache.writing import file_bytes, transient_need_bytes
 from strata.rules import prefix
 from strata.rules.eviction import NOTHING_TO_EVICT, Eviction
 from strata.rules.placement import Destination, ParkFacts, place_park
@@ -38,17 +39,18 @@ class Placing:
             coming = (*keys, *(checkpoint.key for checkpoint in there))
         if keys:
             desk.kept.live[job.slot] = whole
-        if not keys or self._is_kept_already(job, whole):
+        disk = self._write_level(job, segments)
+        if not keys or self._is_kept_already(job, whole, disk):
             desk.counters.skipped += 1
             return None
         self._begun += 1
-        refusal = self._refusal(job, segments)
-        facts, room = self._facts(job, segments, whole, coming, refused=bool(refusal))
+        refusal = self._refusal(job, segments, disk)
+        facts, room = self._facts(job, segments, whole, coming, None if refusal else disk)
         placed = place_park(facts)
         if placed.destination in (Destination.DISCARD, Destination.DROP):
-            if refusal and placed.destination is Destination.DISCARD and desk.disk is not None:
+            if refusal and placed.destination is Destination.DISCARD and disk is not None:
                 desk.counters.refused += 1
-                desk.disk.counters.rejected += 1
+                disk.counters.rejected += 1
             give_up(desk, job, placed, refusal)
             return None
         freed_bytes = 0
@@ -59,12 +61,20 @@ class Placing:
             desk.kept.evict(desk.ram.plan_to_free(placed.evict_bytes - freed_bytes, coming))
         if placed.destination is not Destination.RAM and self._spiller is not None:
             self._spiller.offer_oldest(desk.kept.only_in_ram(), facts.ram_need_bytes)
-        return Parking(job, segments, whole, facts, placed, desk, born=self._begun)
+        return Parking(job, segments, whole, facts, placed, desk, disk=disk, born=self._begun)
 
-    def _is_kept_already(self, job: ParkJob, keys: tuple[Key, ...]) -> bool:
+    def _write_level(self, job: ParkJob, segments: tuple[Segment, ...]) -> DiskLevel | None:
+        """Where it is written to, if it is. Checkpoints that are written already are on the write level."""
+        levels = self._desk.levels
+        if any(one.ticket for one in job.checkpoints):
+            return levels.first
+        rows = {segment.key: file_bytes(self._desk.engine, segment) for segment in segments}
+        return levels.choose(rows | {one.key: one.n_bytes for one in job.checkpoints})
+
+    def _is_kept_already(self, job: ParkJob, keys: tuple[Key, ...], disk: DiskLevel | None) -> bool:
         """Nothing new since the last durable copy; or RAM has it, and it is written from there."""
         desk = self._desk
-        if desk.disk is not None and desk.disk.index.stores(keys):
+        if disk is not None and disk.index.stores(keys):
             return True
         if desk.ram is None or not desk.ram.index.stores(keys):
             return False
@@ -79,12 +89,14 @@ class Placing:
         segments: tuple[Segment, ...],
         whole: tuple[Key, ...],
         coming: tuple[Key, ...],
-        *,
-        refused: bool,
+        disk: DiskLevel | None,
     ) -> tuple[ParkFacts, Eviction]:
-        """`coming`: what it will name in RAM. A checkpoint of its end is admitted by itself, once its size is known."""
+        """`coming`: what it will name in RAM. `disk`: the level that it may be written to.
+
+        A checkpoint of its end is admitted by itself, once its size is known.
+        """
         desk, keys = self._desk, tuple(segment.key for segment in segments)
-        ram, disk = desk.ram, desk.disk
+        ram = desk.ram
         sizes = {s.key: sum(map(sum, segment_lengths(desk.engine, s))) for s in segments}
         ram_need = sum(n for key, n in sizes.items() if ram is None or not ram.index.holds(key))
         ram_need += sum(one.room.arena_bytes for one in job.checkpoints if one.room is not None)
@@ -102,16 +114,16 @@ class Placing:
             transient_need_bytes=transient_need_bytes(desk.engine, desk.pool, segments, to_write),
             evictable_bytes=evictable_bytes,
             fits_budget=fits,
-            disk_usable=disk is not None and (disk.usable or ram is None) and not refused,
+            disk_usable=disk is not None and (disk.health.usable or ram is None),
             provisional=job.provisional,
             durable_below=desk.kept.anywhere(whole),
             mirror_parks=desk.mirror,
         )
         return facts, room
 
-    def _refusal(self, job: ParkJob, segments: tuple[Segment, ...]) -> str:
-        """Why the write level does not take them."""
-        desk, disk = self._desk, self._desk.disk
+    def _refusal(self, job: ParkJob, segments: tuple[Segment, ...], disk: DiskLevel | None) -> str:
+        """Why the level does not take them."""
+        desk = self._desk
         if disk is None or not disk.limits.rejects:
             return ""
         missing = (s for s in segments if not disk.index.holds(s.key))

@@ -13,7 +13,7 @@ from strata.cache.capturing import Capturing
 from strata.cache.checkpoints import Captured
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
-from strata.cache.parking import DiskSource
+from strata.cache.passing import PassingSource
 from strata.cache.put import Put, PutOutcome
 from strata.cache.writing import PutWriter
 from strata.engine.protocol import Engine
@@ -91,7 +91,7 @@ class PromptWriting:
     async def _write_rows(self) -> int:
         """How many of the segments are written or were there."""
         missing: list[Segment] = [s for s in self.variant.segments if s.key in self._put.missing]
-        source = DiskSource(self._pool, self, self._writing)
+        source = PassingSource(self._pool, self, self._writing)
         n_captured = await self._capturing.run(missing, source, self._writing.from_capture)
         if n_captured == len(missing):
             return len(self.variant.segments)

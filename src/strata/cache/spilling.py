@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from strata.cache.blocks import BlockPool
 from strata.cache.checkpoints import CheckpointTaker
 from strata.cache.counters import CacheCounters
-from strata.cache.disk import RETRY_S, DiskLevel
+from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
+from strata.cache.health import RETRY_S
 from strata.cache.put import PutOutcome
 from strata.cache.ram import RamLevel
 from strata.cache.story import Story
 from strata.cache.tasks import watched
+from strata.cache.write_levels import WriteLevels
 from strata.cache.writing import PutWriter, manifest_of
 from strata.engine.protocol import Engine
 from strata.rules import prefix
@@ -41,7 +43,7 @@ class _Cell:
 
 
 class Spiller:
-    """Writes RAM conversations to the write level."""
+    """Writes RAM conversations to the write level, or past it."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Spiller:
         engine: Engine,
         pool: BlockPool,
         ram: RamLevel,
-        disk: DiskLevel,
+        levels: WriteLevels,
         counters: CacheCounters,
         story: Story,
         clock: Callable[[], float],
@@ -60,7 +62,7 @@ class Spiller:
         self._engine = engine
         self._pool = pool
         self._ram = ram
-        self._disk = disk
+        self._levels = levels
         self._counters = counters
         self._story = story
         self._clock = clock
@@ -68,6 +70,7 @@ class Spiller:
         self._taker = taker
         self._cells: dict[int, _Cell] = {}  # by serial in RAM, in the order they came
         self._written_s: dict[bytes, float] = {}  # when a conversation was last written
+        self._told_failed: set[tuple[int, str]] = set()  # serial and level: logged once, counted each time
         self._tasks: set[asyncio.Task[None]] = set()  # at most one
         self._writing: int | None = None  # serial
         self._timer: asyncio.TimerHandle | None = None
@@ -157,11 +160,6 @@ class Spiller:
 
     async def _spill(self, entry: Conversation) -> bool:
         """Write one conversation; False when it did not become durable."""
-        if self._disk.index.stores(entry.whole):
-            self._counters.spill_skipped += 1
-            return True
-        if entry.checkpoints and not self._ram.index.usable_checkpoints(entry.serial):
-            return self._ended(entry, PutOutcome(durable=frozenset(), tokens=0, reason=DAMAGED))
         segments = prefix.chain(entry.root, entry.tokens, prefix.cuts(len(entry.tokens), entry.frontier or None))
         manifest = manifest_of(
             self._engine,
@@ -171,14 +169,23 @@ class Spiller:
             segments=segments,
             checkpoints=self._checkpoints(entry),
         )
-        index = self._disk.index
-        if refusal := self._disk.refuses(sum(n for key, n in manifest.objects.items() if not index.holds(key))):
-            self._disk.counters.rejected += 1
-            return self._failed(entry, refusal)
+        disk = self._levels.choose(manifest.objects)
+        assert disk is not None, "spilled without a disk level"
+        if disk.index.stores(entry.whole):
+            self._counters.spill_skipped += 1
+            return True
+        if entry.checkpoints and not self._ram.index.usable_checkpoints(entry.serial):
+            return self._ended(entry, disk, PutOutcome(durable=frozenset(), tokens=0, reason=DAMAGED))
+        n_bytes = sum(n for key, n in manifest.objects.items() if not disk.index.holds(key))
+        if refusal := disk.refuses(n_bytes):
+            disk.counters.rejected += 1
+            return self._failed(entry, disk, refusal)
+        if lack := disk.health.no_space_for(n_bytes):
+            return self._failed(entry, disk, lack)
         leased = (*entry.keys, *manifest.checkpoint_keys)
         self._ram.lease(leased)
-        put = self._disk.begin_put(manifest, whole=True, born=entry.born)
-        writing = PutWriter(put, disk=self._disk, engine=self._engine, pool=self._pool)
+        put = disk.begin_put(manifest, whole=True, born=entry.born)
+        writing = PutWriter(put, disk=disk, engine=self._engine, pool=self._pool)
         reached, reason = 0, ""
         try:
             reached = await self._write(segments, writing)
@@ -187,9 +194,9 @@ class Spiller:
         finally:
             if manifest.checkpoints:
                 await writing.drained()  # those that are written are named
-            outcome = await self._disk.finish_put(put, reached, reason)
+            outcome = await disk.finish_put(put, reached, reason)
             self._ram.release(leased)
-        return self._ended(entry, outcome)
+        return self._ended(entry, disk, outcome)
 
     def _checkpoints(self, entry: Conversation) -> tuple[CheckpointEntry, ...]:
         return () if self._taker is None else self._taker.for_disk(entry.root, entry.tokens, coming=False)
@@ -210,11 +217,11 @@ class Spiller:
                 await writing.from_ram(segment, self._ram)
         return len(segments)
 
-    def _ended(self, entry: Conversation, outcome: PutOutcome) -> bool:
+    def _ended(self, entry: Conversation, disk: DiskLevel, outcome: PutOutcome) -> bool:
         """Count and tell; True when nothing of it is left to write."""
         damaged = outcome.reason == DAMAGED
         if not outcome.durable and not damaged:
-            return self._failed(entry, outcome.reason)
+            return self._failed(entry, disk, outcome.reason)
         now = self._clock()
         if outcome.durable:
             self._counters.spilled += 1
@@ -222,9 +229,7 @@ class Spiller:
                 self._written_s = {c: at for c, at in self._written_s.items() if at + self._throttle_s > now}
                 self._written_s[entry.conversation] = now
             note = f", cut short: {DAMAGED}" if damaged else ""
-            self._story.tell(
-                now, entry.conversation, "spill", f"{outcome.tokens} tokens, ram -> {self._disk.name}{note}"
-            )
+            self._story.tell(now, entry.conversation, "spill", f"{outcome.tokens} tokens, ram -> {disk.name}{note}")
         else:
             self._counters.discards += 1
             self._story.tell(now, entry.conversation, "discard", f"{len(entry.tokens)} tokens: {DAMAGED}")
@@ -232,9 +237,13 @@ class Spiller:
             self._ram.drop([entry.serial])
         return outcome.durable.issuperset(entry.keys) or damaged
 
-    def _failed(self, entry: Conversation, reason: str) -> bool:
+    def _failed(self, entry: Conversation, disk: DiskLevel, reason: str) -> bool:
         self._counters.spill_failed += 1
-        log.warning("spill of %d tokens to %s failed: %s; they stay in RAM", len(entry.tokens), self._disk.name, reason)
+        if (entry.serial, disk.name) in self._told_failed:
+            return False
+        self._told_failed = {(s, n) for s, n in self._told_failed if self._ram.index.has_conversation(s)}
+        self._told_failed.add((entry.serial, disk.name))
+        log.warning("spill of %d tokens to %s failed: %s; they stay in RAM", len(entry.tokens), disk.name, reason)
         return False
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def disk_status(disk: DiskLevel) -> dict[str, object]:
         "free_bytes": disk.level.free_bytes(),
         "writes_under_way": disk.puts_under_way,
         "moving": len(disk.moving),
-        "writer": {"state": disk.state, "bytes_written": writes.bytes_written, "failures": writes.failures},
+        "writer": {"state": disk.health.state, "bytes_written": writes.bytes_written, "failures": writes.failures},
         "scan": {name: len(getattr(disk.scan, name)) for name in _FOUND},
         "counters": disk.counters.as_dict(),
         **_index_status(disk.index),

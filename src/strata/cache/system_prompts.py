@@ -205,7 +205,7 @@ class SystemPrompts:
         needed of them is copied.
         """
         variant = self._variant(root, tokens)
-        if variant is None or held < variant.n_tokens or not self._is_missing(variant) or not self.disk.usable:
+        if variant is None or held < variant.n_tokens or not self._is_missing(variant) or not self.disk.health.usable:
             return None
         at_end = next((taken for taken in captured if taken.position == variant.n_tokens), None)
         if at_end is None and not self._engine.info.cuttable:

@@ -37,7 +37,7 @@ class PutWriter:
     def __init__(self, put: Put, *, disk: DiskLevel, engine: Engine, pool: BlockPool) -> None:
         self.put = put
         self.queued_bytes = 0
-        self._disk = disk
+        self.disk = disk
         self._info = engine.info
         self._pool = pool
         self._files_left: dict[bytes, int] = {}
@@ -68,7 +68,7 @@ class PutWriter:
     def take_checkpoint(self, key: Key, ticket: int) -> None:
         """Take over a checkpoint that is written already, under a ticket of its own, which ends."""
         self.put.unwritten.pop(key, None)
-        job = asyncio.wrap_future(self._disk.writer.join(self.put.ticket, ticket))
+        job = asyncio.wrap_future(self.disk.writer.join(self.put.ticket, ticket))
         self.queued_bytes += 1  # it is waited for like a write
         job.add_done_callback(partial(self._took_checkpoint, key))
 
@@ -91,7 +91,7 @@ class PutWriter:
         self, header: CheckpointHeader, payloads: tuple[memoryview, ...], spans: tuple[Span, ...]
     ) -> None:
         self.queued_bytes += header.n_bytes
-        job = self._disk.writer.write_checkpoint(self.put.ticket, header, payloads)
+        job = self.disk.writer.write_checkpoint(self.put.ticket, header, payloads)
         asyncio.wrap_future(job).add_done_callback(partial(self._wrote_checkpoint, header, spans))
 
     def _wrote_checkpoint(
@@ -137,7 +137,7 @@ class PutWriter:
             )
             if digests is not None:
                 header = header.with_digests([row[stage] for row in digests])
-            job = self._disk.writer.write_segment(self.put.ticket, header, tuple(row[stage] for row in payloads))
+            job = self.disk.writer.write_segment(self.put.ticket, header, tuple(row[stage] for row in payloads))
             asyncio.wrap_future(job).add_done_callback(partial(self._written, segment, blocks, n_bytes))
 
     def _written(self, segment: Segment, blocks: Blocks, n_bytes: int, _: object) -> None:
@@ -162,9 +162,6 @@ def manifest_of(
 ) -> Manifest:
     """What a state will be on disk. Its serial and its stamps are given when it is committed."""
     info = engine.info
-    sizes = (
-        sum(segment_file_bytes(shape, s.start, s.end, info.block_tokens) for shape in info.stages) for s in segments
-    )
     return Manifest(
         serial=1,
         identity=info.fingerprint,
@@ -174,7 +171,7 @@ def manifest_of(
         frontier=frontier,
         cuts=tuple(s.end for s in segments),
         keys=tuple(s.key for s in segments),
-        file_bytes=tuple(sizes),
+        file_bytes=tuple(file_bytes(engine, s) for s in segments),
         stages=info.stages,
         block_tokens=info.block_tokens,
         model_name=info.model_name,
@@ -182,6 +179,12 @@ def manifest_of(
         stamp_s=0.0,
         checkpoints=checkpoints,
     )
+
+
+def file_bytes(engine: Engine, segment: Segment) -> int:
+    """What the files of a segment take, of all stages."""
+    info = engine.info
+    return sum(segment_file_bytes(shape, segment.start, segment.end, info.block_tokens) for shape in info.stages)
 
 
 def transient_need_bytes(

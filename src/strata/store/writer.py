@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,8 +78,10 @@ class Writer:
         self._hasher = Hasher(level.name)
         self._syncers = ThreadPoolExecutor(SYNC_THREADS, f"syncer-{level.name}")
         self._fillers = ThreadPoolExecutor(WRITES_AT_ONCE, f"filler-{level.name}")
-        self._tickets: dict[int, Ticket] = {}  # changed by the thread alone, like the next four
+        self._tickets: dict[int, Ticket] = {}  # changed by the thread alone, like the next five
         self._state = OK
+        self.free_bytes = level.free_bytes()
+        """What the volume had left for this user when the last job ended."""
         self._failures = 0
         self._seconds = 0.0
         self._hash_wait_s = 0.0
@@ -272,6 +275,10 @@ class Writer:
         """Set a damaged manifest aside."""
         return self._submit(lambda: Quarantined(found=self._level.quarantine_manifest(serial)))
 
+    def look(self) -> None:
+        """Look again how much the volume has left, behind the jobs that wait."""
+        self._submit(lambda: None)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every job given so far is done; False when that took longer than `timeout` seconds."""
         try:
@@ -365,6 +372,8 @@ class Writer:
         elif proves_disk and not isinstance(outcome, Failed):
             self._state = OK
         self._seconds += time.monotonic() - started
+        with suppress(OSError):
+            self.free_bytes = self._level.free_bytes()
         self._wait_more(-1, -n_bytes)
         if self._state != before:
             log.warning("writer of the %s level: %s", self._level.name, self._state)

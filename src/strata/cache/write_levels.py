@@ -1,0 +1,37 @@
+"""Which disk level the next write goes to: the fastest one that can take it.
+
+That is the write level as long as it works. While it fails, has no space on its volume or refuses what is new, writes
+go past it to the level below. It writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from strata.cache.disk import DiskLevel
+from strata.types import Key
+
+
+class WriteLevels:
+    """The disk levels from fast to slow. `first`: the write level, None without any."""
+
+    def __init__(self, disks: Sequence[DiskLevel]) -> None:
+        self._disks = tuple(disks)
+        self.first = self._disks[0] if self._disks else None
+
+    def __repr__(self) -> str:
+        return f"WriteLevels({' -> '.join(disk.name for disk in self._disks)})"
+
+    def choose(self, sizes: Mapping[Key, int], *, but: DiskLevel | None = None) -> DiskLevel | None:
+        """The level for files of these sizes; a full one is told to hand down what makes room for the next.
+
+        When none can take them, the one whose refusal is to be told. `but`: the one that failed to take them just now.
+        """
+        for disk in self._disks:
+            n_bytes = sum(n for key, n in sizes.items() if not disk.index.holds(key))
+            fits = disk is self.first or sum(sizes.values()) <= disk.limits.budget_bytes
+            if disk is not but and fits and disk.takes(n_bytes):
+                return disk
+            if disk is not but and disk.health.usable:
+                disk.make_room(n_bytes)
+        return next((disk for disk in self._disks if disk.health.usable), self.first)

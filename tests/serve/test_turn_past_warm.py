@@ -1,0 +1,134 @@
+"""A write level that cannot take a state although its budget could: the level below takes it, and nothing is dropped.
+
+The volume of warm is full, its disk fails, or it refuses what is new. As in test_turn_disk.py, every answer and the
+whole state afterwards are checked by the workbench.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.serve.slowdisk import SlowDisk
+from tests.serve.test_turn_levels import FIRST, ONE, levels_of, moved, other, stored, verbs
+from tests.serve.workbench import Workbench, later, play
+
+from strata.cache.health import MARGIN_BYTES
+from strata.cache.put import DiskLimits
+from strata.cache.ram import RamLimits
+
+PLENTY = 1 << 40
+
+
+class SmallVolumes(SlowDisk):
+    """Folders that are volumes of their own: a write that does not fit what is left of one fails."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.roots: dict[str, Path] = {}
+        self.fails = lambda kind, path: kind == "write" and self.free_bytes(path) < 4096
+
+    def free_bytes(self, path: Path) -> int:
+        name = next((part for part in path.parts if part in self.sizes), "")
+        if not name:
+            return PLENTY
+        root = Path(*path.parts[: path.parts.index(name) + 1])
+        files = [file for file in root.rglob("*") if file.is_file()]
+        return max(0, self.sizes[name] - sum(file.lstat().st_blocks * 512 for file in files if file.exists()))
+
+
+def discards(bench: Workbench) -> int:
+    counts = bench.cache.counters
+    return counts.discards + counts.deferred + counts.refused
+
+
+@pytest.mark.parametrize("ram", [None, RamLimits(budget_bytes=2 * ONE, most=2)], ids=["no RAM", "small RAM"])
+def test_a_full_volume_hands_down_below_its_budget(tmp_path: Path, ram: RamLimits | None) -> None:
+    disk = SmallVolumes(warm=MARGIN_BYTES + int(2.6 * ONE))
+
+    async def scenario(bench: Workbench) -> None:
+        warm, cold = bench.cache.disks
+        kept = [(await stored(bench, other(i)))[1] for i in range(6)]
+        await moved(bench)
+        assert discards(bench) == 0 and warm.writer.statistics().failures == 0
+        where = [levels_of(bench, keys) - {"ram"} for keys in kept]
+        assert all(where), "every conversation is on a disk"
+        assert where[0] == {"cold"}, "the oldest was handed down"
+        assert warm.counters.degraded == cold.counters.adopted > 0
+        assert warm.counters.disk_evictions == cold.counters.disk_evictions == 0 and "discard" not in verbs(bench)
+        assert {"warm"} in where, "what made room is used again"
+
+    play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY, ram=ram)
+
+
+def test_without_space_below_a_full_volume_keeps_what_it_has(tmp_path: Path) -> None:
+    disk = SmallVolumes(warm=MARGIN_BYTES + int(2.2 * ONE), cold=MARGIN_BYTES)
+
+    async def scenario(bench: Workbench) -> None:
+        warm, cold = bench.cache.disks
+        kept = [(await stored(bench, other(i)))[1] for i in range(2)]
+        await bench.turn(FIRST)
+        await moved(bench)
+        bench.cache.tick()
+        await moved(bench)
+        assert [levels_of(bench, keys) for keys in kept] == [{"warm"}] * 2
+        assert warm.counters.degraded == warm.counters.degrade_failed == cold.counters.adopted == 0, "nothing is tried"
+        disk.sizes["cold"] = PLENTY
+        bench.cache.tick()
+        await moved(bench)
+        _, new = await stored(bench, later(FIRST, "x"))
+        await moved(bench)
+        assert levels_of(bench, new) and all(levels_of(bench, keys) for keys in kept)
+
+    play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY)
+
+
+def test_a_level_that_fails_is_passed_while_its_slot_is_there(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    disk.fails = lambda kind, path: kind == "write" and "warm" in path.parts
+
+    async def scenario(bench: Workbench) -> None:
+        first, old = await stored(bench, FIRST)
+        assert levels_of(bench, old) == {"cold"} and discards(bench) == 0
+        assert bench.cache.counters.parked_disk == 1
+        disk.fails = lambda _, __: False
+        bench.disk.health.failed_at = None
+        _, new = await stored(bench, later(FIRST, first.text))
+        await moved(bench)
+        assert levels_of(bench, new) == {"warm"} and levels_of(bench, old) == set(), "superseded on the other level"
+        assert bench.cache.disks[1].counters.superseded == 1
+
+    play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY)
+
+
+def test_what_went_past_a_level_supersedes_what_lies_on_it(tmp_path: Path) -> None:
+    disk = SmallVolumes(warm=PLENTY)
+
+    async def scenario(bench: Workbench) -> None:
+        warm, _ = bench.cache.disks
+        first, old = await stored(bench, FIRST)
+        assert levels_of(bench, old) == {"warm"}
+        disk.sizes["warm"] = 0
+        warm.writer.look()
+        assert warm.writer.flush(10)
+        _, new = await stored(bench, later(FIRST, first.text))
+        await moved(bench)
+        assert levels_of(bench, new) == {"cold"} and levels_of(bench, old) == set()
+        assert warm.counters.superseded + warm.counters.degraded == 1 and discards(bench) == 0
+
+    play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY)
+
+
+def test_what_a_level_refuses_the_next_one_takes_while_it_does_not(tmp_path: Path) -> None:
+    async def scenario(bench: Workbench) -> None:
+        kept = [(await stored(bench, other(i)))[1] for i in range(4)]
+        where = [levels_of(bench, keys) for keys in kept]
+        assert where == [{"warm"}, {"warm"}, {"cold"}, {"cold"}] and discards(bench) == 0
+        assert not any(level.counters.rejected for level in bench.cache.disks)
+        bench.cache.disks[1].limits = DiskLimits(budget_bytes=1, rejects=True)
+        await bench.whole(FIRST)
+        assert bench.cache.disks[0].counters.rejected == 1, "the write level says it"
+
+    limits = DiskLimits(budget_bytes=PLENTY, rejects=True)
+    play(scenario, tmp_path, slots=1, warm_bytes=int(2.6 * ONE), disk_limits=limits)

@@ -247,10 +247,7 @@ class DiskLevel:
     # -------------------------------------------------------------------------------------------------------- room
     def make_room(self, need_bytes: int) -> None:
         """Let the oldest conversations go until `need_bytes` more fit the budget; say so when they cannot."""
-        if self.limits.rejects:
-            return
-        need_bytes = max(need_bytes, self.limits.budget_bytes - self.used_bytes + self._to_hand_down(need_bytes))
-        if self.used_bytes + need_bytes <= self.limits.budget_bytes:
+        if self.limits.rejects or self.used_bytes + need_bytes <= self.limits.budget_bytes:
             return
         self._drop_quarantined(self.used_bytes + need_bytes - self.limits.budget_bytes)
         plan = self._room().plan(need_bytes)
@@ -259,13 +256,15 @@ class DiskLevel:
         if plan.short_bytes and need_bytes:
             log.warning("%s: over its budget by %d bytes, in use or unable to leave", self.name, plan.short_bytes)
 
-    def _to_hand_down(self, need_bytes: int) -> int:
-        """Bytes that must leave so that the volume can take `need_bytes`; 0 when the level below has no space either.
+    def hand_down(self, need_bytes: int) -> None:
+        """Let the oldest go until the volume, which may be full below the budget, has `need_bytes` more for others.
 
-        A volume may be full below the level's budget: others write to it too.
+        Nothing when the level below has no space either, or there is none.
         """
         lacking = self.health.lacking_bytes(need_bytes + self._coming_bytes) - self._leaving_bytes
-        return lacking if lacking > 0 and self.below is not None and self.below.takes(lacking) else 0
+        if lacking <= 0 or self.limits.rejects or self.below is None or not self.below.takes(lacking):
+            return
+        self.let_go(self._room().plan(self.limits.budget_bytes - self.used_bytes + lacking).serials, "budget")
 
     def _drop_quarantined(self, n_bytes: int) -> None:
         """What was set aside goes before any sound conversation; counted and logged."""
@@ -320,6 +319,7 @@ class DiskLevel:
             if why != "budget" and self.index.has_conversation(serial):
                 self.let_go([serial], why)
         self.make_room(0)
+        self.hand_down(0)
 
     def remove_now(self, serials: Sequence[int], why: Leaving) -> None:
         """Delete entries at once, counted by reason."""

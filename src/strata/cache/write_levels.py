@@ -33,5 +33,5 @@ class WriteLevels:
             if disk is not but and fits and disk.takes(n_bytes):
                 return disk
             if disk is not but and disk.health.usable:
-                disk.make_room(n_bytes)
+                disk.hand_down(n_bytes)
         return next((disk for disk in self._disks if disk.health.usable), self.first)

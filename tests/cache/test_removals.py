@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 
+from tests.serve.workbench import LIMIT_S
 from tests.store.samples import IDENTITY, conversation, put, verify
 
 from strata.cache.disk import DiskLevel
 from strata.cache.put import DiskLimits
+from strata.cache.room import own_bytes
 from strata.store.fs import Disk
 from strata.store.level import Level
 
@@ -85,6 +88,27 @@ def test_what_comes_again_meanwhile_is_not_deleted_later(tmp_path: Path) -> None
         assert all(level.level.has(key) for key in STORED[0].keys), "they are announced, and their files are there"
         await level.finish_put(writing, 0, "the test writes nothing")
         await settled(level)
+
+    asyncio.run(run())
+    level.close()
+
+
+def test_what_goes_counts_as_gone_once_at_last(tmp_path: Path) -> None:
+    """While the account has it off and the loop has not heard of it, it counts twice; that is made up for."""
+    level = open_level(tmp_path, Disk())
+    rest = level.used_bytes - own_bytes(level.index, level.index.conversation(1))
+    level.limits = replace(level.limits, budget_bytes=rest - 4096)
+
+    async def run() -> None:
+        level.drop([1])
+        level.writer.drop((), ()).result(LIMIT_S)  # the loop stands still meanwhile
+        assert level.level.used_bytes == rest
+        level.make_room(0)  # as at the end of a write at that moment
+        assert serials(level) == [2, 3]
+        await settled(level)
+        await settled(level)
+        assert serials(level) == [3]
+        assert level.used_bytes == level.level.usage() <= level.limits.budget_bytes
 
     asyncio.run(run())
     level.close()

@@ -196,12 +196,21 @@ def test_repair_after_a_failed_decode(make_context: MakeContext) -> None:
     bench.context.feed(0, TOKENS[20:30], 20)  # as if some of a failed batch had stayed
     bench.slots.repair(0)
     assert bench.context.last_position(0) == 19 and bench.slots.held[0] == 20
-    hybrid = make_context("qwen35")
-    slots = Slots(hybrid, 1, 400, cuttable=False)
-    hybrid.feed(0, TOKENS[:20], 0)
-    slots.held[0] = 10
+
+
+@pytest.mark.parametrize("name", ["qwen35", "lfm2", "lfm2_window", "mamba"])
+def test_memory_that_cannot_be_cut_loses_all_with_a_failed_decode(name: str, make_context: MakeContext) -> None:
+    """Or nothing, when that changed nothing: never is a slot left with a state of another position than it claims."""
+    context = make_context(name)
+    slots = Slots(context, 1, 400, cuttable=False)
+    context.feed(0, TOKENS[:20], 0)
+    slots.held[0] = 20
+    before = context.state(0)
     slots.repair(0)
-    assert slots.held[0] == 0 and hybrid.last_position(0) == -1
+    assert slots.held[0] == 20 and np.array_equal(context.state(0), before)
+    context.feed(0, TOKENS[20:30], 20)  # as if some of a failed batch had stayed
+    slots.repair(0)
+    assert slots.held[0] == 0 and context.last_position(0) == -1
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -40,11 +40,7 @@ def check_variants(bench: Workbench, limits: SystemPromptLimits) -> None:
     assert (counts["tokens_saved"] > 0) == (counts["hits"] > 0)  # type: ignore[operator]
 
 
-UNCUT = [pytest.param(memory, marks=pytest.mark.slow) for memory in ("checkpoints", "recurrent")]
-"""One run in a few ends with a slot of the fake engine whose last state is missing: open, see issue 4."""
-
-
-@pytest.mark.parametrize("memory", ["segments", *UNCUT])
+@pytest.mark.parametrize("memory", ["segments", "checkpoints", "recurrent"])
 @pytest.mark.parametrize("seed", range(16))
 def test_every_answer_is_right_whatever_happens(tmp_path: Path, memory: str, seed: int) -> None:
     dice = random.Random(seed)

@@ -213,6 +213,25 @@ def test_a_broken_spill_is_logged_and_tried_again(tmp_path: Path, caplog: pytest
     play(scenario, tmp_path, slots=1, limits=limits("ram", 100))
 
 
+def test_a_flush_writes_anew_what_was_set_aside_while_it_wrote_the_rest(tmp_path: Path) -> None:
+    """A save relies on segments that are on disk already, until one of them turns out to be unusable."""
+    disk = SlowDisk()
+
+    async def scenario(bench: Workbench) -> None:
+        first = await bench.whole(FIRST)
+        (entry,) = bench.disk.index.conversations()
+        with disk.held("write"):
+            await bench.turn(later(FIRST, first.text))
+            await until(lambda: bool(bench.disk.manifests_under_way))
+            bench.disk.set_aside(entry.keys[0])
+        assert await bench.cache.flush(30)
+        assert (bench.cache.counters.spill_failed, bench.cache.unwritten) == (1, 0)
+        (newest,) = bench.disk.index.conversations()
+        assert bench.disk.index.stores(newest.keys)
+
+    play(scenario, tmp_path, slots=1, fs=disk, limits=limits("ram", 100))
+
+
 # -------------------------------------------------------------------------------------------------------- damage in RAM
 
 

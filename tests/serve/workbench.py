@@ -139,7 +139,10 @@ class HookedEngine(FakeEngine):
 
 
 class HookedRun:
-    """A run of a HookedEngine. A RunError that the hook raises ends it, as an engine error does."""
+    """A run of a HookedEngine. A RunError that the hook raises ends it, as an engine error does.
+
+    Memory that cannot be cut keeps all that it held then, or loses everything (engine/slots.py `repair`).
+    """
 
     def __init__(self, engine: HookedEngine, inner: FakeRun, slot: int) -> None:
         self._engine, self._inner, self._slot = engine, inner, slot
@@ -158,7 +161,8 @@ class HookedRun:
         except RunError as error:
             self._engine.running.pop(self._slot, None)
             states = self._engine.states[self._slot]
-            del states[error.held :]
+            held = min(error.held, len(states))
+            del states[held if self._engine._can_stop(self._slot, held) else 0 :]
             self._error = RunError(error.message, held=len(states))
             raise self._error from None
         await ticks(self._engine.delay("event"))
@@ -375,13 +379,14 @@ class Workbench:
             return [event async for event in events]
 
     async def settle(self) -> None:
-        """Wait until every park is done and the writer has nothing left."""
+        """Wait until every turn and park is done and the writer has nothing left."""
         async with asyncio.timeout(LIMIT_S):
+            # A turn whose client left at its very end settles on its own, and begins its park then.
+            await until(lambda: not any(slot.busy for slot in self.slots.all))
             while self.shop.parks:
                 await asyncio.wait(set(self.shop.parks))
             assert await self.cache.flush(LIMIT_S)
-            # Callbacks of threads, and turns that end after their client left.
-            await until(lambda: self._passing_bytes() == 0 and not any(slot.busy for slot in self.slots.all))
+            await until(lambda: self._passing_bytes() == 0)  # callbacks of threads
 
     def _passing_bytes(self) -> int:
         ram = self.cache.ram

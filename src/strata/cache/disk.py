@@ -62,7 +62,7 @@ class DiskLevel:
         self._puts: set[Put] = set()
         self._coming = Coming(self.index)
         self._unusable = load(self.index, self.scan, identity, name=level.name, is_archive=limits.is_archive)
-        self.removals = Removals(level, self.writer)
+        self.removals = Removals(level, self.writer, lambda: self.make_room(0))
 
     def __repr__(self) -> str:
         return f"DiskLevel({self.level!r}, {self.index!r})"

@@ -30,14 +30,19 @@ class _Removal:
 
 
 class Removals:
-    """Those of one level. `n_bytes`: what the account still has of them."""
+    """Those of one level. `n_bytes`: what the account still has of them.
 
-    def __init__(self, level: Level, writer: Writer) -> None:
+    The writer's thread takes them off the account before the event loop hears of it: until then they are gone twice.
+    """
+
+    def __init__(self, level: Level, writer: Writer, on_ended: Callable[[], None]) -> None:
+        """`on_ended`: one has ended, and the level may take more than it seemed to."""
         self.n_bytes = 0
         self.files: set[str] = set()
         """Files that were set aside and are being removed."""
         self._level = level
         self._writer = writer
+        self._on_ended = on_ended
         self._refused: list[_Removal] = []
         self._told = False
 
@@ -71,8 +76,11 @@ class Removals:
 
     def _ended(self, removal: _Removal, outcome: asyncio.Future[Dropped | Failed]) -> None:
         self.n_bytes -= removal.n_bytes
-        if outcome.cancelled() or not isinstance(found := outcome.result(), Failed):
+        if outcome.cancelled():
+            return
+        if not isinstance(found := outcome.result(), Failed):
             self._told = False
+            self._on_ended()
             return
         left = self._left(removal, lambda _: False)
         self.n_bytes += left.n_bytes
@@ -91,3 +99,4 @@ class Removals:
     def _files_gone(self, paths: Sequence[str], n_bytes: int, _: object) -> None:
         self.n_bytes -= n_bytes
         self.files.difference_update(paths)
+        self._on_ended()

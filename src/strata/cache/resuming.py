@@ -20,7 +20,7 @@ from strata.cache.ram import RamLevel
 from strata.cache.restoring import Applied, Fault, Restoring
 from strata.errors import EngineGone
 from strata.rules.restore import Rung
-from strata.types import BLOCK_BYTES
+from strata.types import BLOCK_BYTES, Span
 
 log = logging.getLogger("strata.cache")
 
@@ -141,16 +141,19 @@ class Resuming(Ladder):
         return await restoring.run(plan.path, rows, plan.upto)
 
     async def _put(self, slot: int, source: Source, index: int) -> BadCheckpoint | None:
-        """Apply one verified block; the engine must confirm the last one."""
-        work = asyncio.ensure_future(self._put_block(slot, source, index))
-        # Also when nobody waits any more: the threads and the engine use the memory until then.
-        work.add_done_callback(lambda _: source.done(index))
-        return await asyncio.shield(work)
+        """Apply one verified block; the engine must confirm the last one.
 
-    async def _put_block(self, slot: int, source: Source, index: int) -> BadCheckpoint | None:
-        span = await source.block(index)
-        if isinstance(span, BadCheckpoint):
-            return span
+        When nobody waits any more, the read goes on, since the threads use its memory until then, and nothing is
+        applied: the slot may be another request's by then.
+        """
+        reading = asyncio.ensure_future(source.block(index))
+        try:
+            span = await asyncio.shield(reading)
+            return span if isinstance(span, BadCheckpoint) else await self._apply_block(slot, source, index, span)
+        finally:
+            reading.add_done_callback(lambda _: source.done(index))
+
+    async def _apply_block(self, slot: int, source: Source, index: int, span: Span) -> BadCheckpoint | None:
         generation, checkpoint = self._engine.generation, source.checkpoint
         done = await self._engine.apply_checkpoint(
             slot, position=checkpoint.position, offset=index * BLOCK_BYTES, total=checkpoint.n_bytes, span=span

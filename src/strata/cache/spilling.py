@@ -147,14 +147,18 @@ class Spiller:
                     self._cells[cell.serial] = _Cell(serial=cell.serial, not_before_s=self._clock() + RETRY_S)
 
     async def flush(self) -> None:
-        """Try to write everything that waits, throttled or not, once; what fails goes on waiting."""
+        """Try to write everything that waits, throttled or not; what fails twice goes on waiting.
+
+        Twice, because a segment that was on disk may be set aside while what shares it is written.
+        """
         self._hurried = True
         try:
-            for cell in self._cells.values():
-                cell.not_before_s = 0.0
-            self.wake()
-            while self._tasks:
-                await asyncio.wait(set(self._tasks))
+            for _ in range(2):
+                for cell in self._cells.values():
+                    cell.not_before_s = 0.0
+                self.wake()
+                while self._tasks:
+                    await asyncio.wait(set(self._tasks))
         finally:
             self._hurried = False
 

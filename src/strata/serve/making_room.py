@@ -58,6 +58,18 @@ async def empty(shop: Workshop, slot: Slot) -> None:
         raise EngineRefused(f"slot {slot.index} cannot be emptied: {done.reason}")
 
 
+async def cut_to_claim(shop: Workshop, slot: Slot) -> None:
+    """Free what the slot holds beyond its claim: a restore that was left half-way had brought in more.
+
+    Memory that cannot be cut there is emptied.
+    """
+    await slot.give_way(len(slot.tokens))
+    done = await shop.engine.trim(slot.index, len(slot.tokens))
+    if not done.ok or done.held != len(slot.tokens):
+        slot.forget()
+        await shop.engine.trim(slot.index, 0)
+
+
 async def wait_for_room(shop: Workshop, slot: Slot, claim: Claim) -> Seat:
     """Until the request may begin. Its slot is emptied: what waits holds no cells."""
     slot.doing = "waiting for room"

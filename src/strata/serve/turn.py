@@ -31,7 +31,7 @@ from strata.engine.protocol import (
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.rules.slots import Seat
-from strata.serve.making_room import Standing, empty_idle, step_aside, wait_for_room
+from strata.serve.making_room import Standing, cut_to_claim, empty_idle, step_aside, wait_for_room
 from strata.serve.parks import Workshop, leave, park
 from strata.serve.pool import Claim
 from strata.serve.request import (
@@ -289,6 +289,7 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
     """Note what the slot holds now, park it, and give it back; also after a cancel or an error."""
     slot = run.slot
     captured: tuple[Captured, ...] = ()
+    ran = run.generation is not None
     try:
         finished = await run_out(run)
         captured = await run.captured()
@@ -298,6 +299,8 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
             slot.tokens = run.held_tokens(finished.held)
             slot.provisional = finished.reason == "cancelled"
         run.check_engine(shop.engine)
+        if not ran:
+            await cut_to_claim(shop, slot)
         openers = shop.engine.info.openers
         if slot.provisional and finished is not None:
             await revert(shop, run, openers, captured)

@@ -11,10 +11,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from strata.errors import BadRequest, NotFound
+from strata.errors import BadRequest, NotFound, Unavailable
 from strata.serve.sessions import Moved, Sessions
 from strata.web.auth import namespace_of
 from strata.web.bodies import body_schema, read_body
@@ -41,7 +40,7 @@ def slot_routes(server: ServerSeam) -> APIRouter:
         found = server.slots(namespace_of(request.scope))
         wants_a_free_one = request.query_params.get("fail_on_no_slot", "0") not in ("", "0", "false")
         if wants_a_free_one and all(slot["is_processing"] for slot in found):
-            raise HTTPException(503, "no slot available")
+            raise Unavailable("no slot available")
         return json_response(found)
 
     @router.post("/slots/{id_slot}", openapi_extra=dict(body_schema(SlotBody)))

@@ -20,6 +20,11 @@ class StrataError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
 
+    @property
+    def param(self) -> str | None:
+        """The part of the client's request at fault."""
+        return self.field
+
 
 class ConfigError(StrataError):
     """A flag, environment variable or config key is unknown, out of range or contradicts another."""
@@ -49,9 +54,13 @@ class ContextOverflow(BadRequest):
 
 
 class SessionRefused(BadRequest):
-    """A session file is damaged, of another model or K/V layout, or too long for this server; `field` says which."""
+    """A session file is damaged, of another model or K/V layout, or too long for this server; the message says why."""
 
     code = "session_refused"
+
+    @property
+    def param(self) -> str:
+        return "filename"
 
 
 class Unauthorized(StrataError):

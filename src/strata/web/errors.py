@@ -30,7 +30,7 @@ def error_content(status: int, message: str, *, code: str, field: str | None = N
 
 
 def strata_error_content(error: StrataError) -> dict[str, Any]:
-    return error_content(error.status, error.message, code=error.code, field=error.field)
+    return error_content(error.status, error.message, code=error.code, field=error.param)
 
 
 def strata_error_response(error: StrataError) -> Response:

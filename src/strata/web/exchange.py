@@ -32,6 +32,10 @@ class ServerSeam(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
+    def facts(self) -> dict[str, Any]:
+        """What was resolved at the start; see `serve.status.engine_facts`."""
+        ...
+
     def slots(self, namespace: str) -> list[dict[str, Any]]:
         """What GET /slots answers to this namespace."""
         ...

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from strata.engine.liveness import TICK_S, Watch
+from strata.engine.process import EngineProcess
+from strata.engine.protocol import (
+    Done,
+    Event,
+    LoadFailed,
+    Paused,
+    Pong,
+    Prepare,
+    Prepared,
+    Run,
+    RunFailed,
+    Sampling,
+    Trim,
+)
+from strata.engine.wire import encode_frame
 
 LIMIT_S = 10.0
 TICKS = int(LIMIT_S / TICK_S)
@@ -89,3 +106,54 @@ def test_a_short_limit_takes_several_ticks_too() -> None:
     assert process.killed == []
     ticks(watch, 1)
     assert len(process.killed) == 1
+
+
+class Pipe:
+    """Stands for the transports of a process that was started."""
+
+    def get_pipe_transport(self, _: int) -> Pipe:
+        return self
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, _: bytes) -> None:
+        pass
+
+
+def test_what_a_process_owes() -> None:
+    async def scenario() -> None:
+        process = EngineProcess(None, 0)
+        process.connection_made(Pipe())  # type: ignore[arg-type]
+
+        def hear(event: Event) -> None:
+            process.pipe_data_received(1, encode_frame(event))
+
+        assert process.is_waited_for and not process.is_to_step, "it loads"
+        hear(LoadFailed(message="so that it has loaded"))
+        assert not process.is_waited_for
+        preparing = asyncio.ensure_future(process.call(Prepare(job=1, text="x"), 1, Prepared))
+        await asyncio.sleep(0)
+        assert process.is_waited_for and not process.is_to_step
+        reports = process.reports
+        hear(Prepared(job=1, tokens=b"", render_s=0.0, tokenize_s=0.0, reused=0))
+        hear(Pong())
+        await preparing
+        assert not process.is_waited_for and process.reports == reports
+
+        run = process.run(Run(request=2, slot=0, keep=0, tokens=b"", sampling=Sampling(), max_tokens=1, limit=1))
+        assert process.is_to_step
+        hear(Paused(request=2, held=1))
+        assert process.is_waited_for and not process.is_to_step, "the front is to make room"
+        trimming = asyncio.ensure_future(process.call(Trim(job=3, slot=1, n=0), 3, Done))
+        await asyncio.sleep(0)
+        assert process.is_to_step
+        hear(Done(job=3, ok=True, held=0))
+        await trimming
+        assert not process.is_to_step
+        run.resume(1)
+        assert process.is_to_step
+        hear(RunFailed(request=2, kind="decode", message="", held=0))
+        assert not process.is_waited_for
+
+    asyncio.run(scenario())

@@ -71,6 +71,12 @@ class Config:
         default=0,
         metadata=_is(whole(0, 86400), "seconds after which one that waits for a slot is refused with 503; 0 = never"),
     )
+    engine_timeout_s: int = field(
+        default=120,
+        metadata=_is(
+            whole(0, 86400), "seconds without an answer after which a hung engine process is replaced; 0 = never"
+        ),
+    )
     context: int | None = field(
         default=None, metadata=_is(whole(32, 1 << 24, auto=True), "tokens per slot; auto = the model's, capped")
     )

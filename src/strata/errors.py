@@ -20,6 +20,11 @@ class StrataError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
 
+    @property
+    def param(self) -> str | None:
+        """The part of the client's request at fault."""
+        return self.field
+
 
 class ConfigError(StrataError):
     """A flag, environment variable or config key is unknown, out of range or contradicts another."""
@@ -49,9 +54,13 @@ class ContextOverflow(BadRequest):
 
 
 class SessionRefused(BadRequest):
-    """A session file is damaged, of another model or K/V layout, or too long for this server; `field` says which."""
+    """A session file is damaged, of another model or K/V layout, or too long for this server; the message says why."""
 
     code = "session_refused"
+
+    @property
+    def param(self) -> str:
+        return "filename"
 
 
 class Unauthorized(StrataError):
@@ -75,6 +84,27 @@ class NotFound(StrataError):
     code = "not_found"
 
 
+class MethodNotAllowed(StrataError):
+    """The route exists, but not for this HTTP method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(StrataError):
+    """The request's body is larger than this server takes."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class NotJson(StrataError):
+    """The request's body is not sent as application/json."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
 class NotSupported(StrataError):
     """What was asked for is switched off, or this model cannot do it."""
 
@@ -94,6 +124,27 @@ class DiskRefused(StrataError):
 
     status = 507
     code = "insufficient_storage"
+
+
+class ServerLoading(StrataError):
+    """The server has just been started and loads its model; the message says how far it is."""
+
+    status = 503
+    code = "loading"
+
+
+class ServerStopping(StrataError):
+    """The server was told to end; what it could not finish in time is given up."""
+
+    status = 503
+    code = "stopping"
+
+
+class Unavailable(StrataError):
+    """What was asked is whether something is ready (the engine, an idle slot), and it is not."""
+
+    status = 503
+    code = "unavailable"
 
 
 class EngineGone(StrataError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
+from strata.cli.command import HABITS
 from strata.config import SETTINGS, env_name
 
 
@@ -44,6 +47,10 @@ def test_version() -> None:
     [
         (["serve", "--model", "demo", "--prot", "1"], ["--prot", "--port"]),
         (["serve", "--model", "demo", "--conversation-cache-cold-dri", "x"], ["--conversation-cache-cold-dir"]),
+        (["serve", "-m", "demo"], ["'-m'", "--model"]),
+        (["serve", "--model", "demo", "-c", "4096"], ["'-c'", "--context"]),
+        (["serve", "--model", "demo", "-ngl", "99"], ["'-ngl'", "--gpu-layers"]),
+        (["serve", "--model", "demo", "--ctx-size=4096"], ["'--ctx-size'", "--context"]),
         (["serve", "--model", "demo", "--port", "8GB"], ["--port", "8GB", "0 to 65535"]),
         (["serve", "--model", "demo", "--port"], ["--port"]),
         (["serve", "--model", "demo", "--no-auth=perhaps"], ["--no-auth", "perhaps"]),
@@ -60,6 +67,38 @@ def test_what_cannot_be_is_refused_with_exit_code_2(arguments: list[str], wanted
     assert all(part in result.stderr for part in wanted), result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_habits_are_no_options_here_and_name_ones_that_are() -> None:
+    flags = {f"--{name}" for setting in SETTINGS for name in setting.names}
+    assert not flags & HABITS.keys()
+    assert {f"--{name}" for name in HABITS.values()} <= flags
+
+
+INTERRUPTED_AFTER_S = (0.06, 0.1, 0.15, 0.2, 0.3)
+ENTRY = """
+import sys
+from strata.cli.main import main
+print("up", flush=True)
+sys.argv = ["strata", "serve", "--model", "demo", "--port", "0"]
+main()
+"""
+
+
+@pytest.mark.parametrize("after_s", INTERRUPTED_AFTER_S)
+def test_ctrl_c_while_the_libraries_are_imported_ends_it_without_a_traceback(after_s: float) -> None:
+    """From the moment on at which the installed command runs our code."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENTRY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        time.sleep(after_s)  # there is nothing to wait for: the moment is what is tested
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read()
+    assert "Traceback" not in said and "Aborted" not in said
+    assert process.returncode == 130 or "stopping" in said
 
 
 def test_a_bad_environment_variable_is_refused() -> None:

@@ -311,6 +311,33 @@ def test_row_18_a_full_level_that_rejects(tmp_path: Path) -> None:
     play(scenario, tmp_path, slots=1, limits=limits("disk", 6), **options)
 
 
+def test_a_refusal_that_repeats_is_said_once_for_each_conversation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> int:
+        return sum("spill of" in record.message for record in caplog.records)
+
+    async def fail_twice_more(bench: Workbench) -> None:
+        wanted = bench.cache.counters.spill_failed + 2
+
+        def failed() -> bool:
+            bench.cache.tick()
+            return bench.cache.counters.spill_failed >= wanted
+
+        await until(failed)
+
+    async def scenario(bench: Workbench) -> None:
+        await bench.turn(FIRST)
+        await fail_twice_more(bench)
+        assert said() == 1
+        await bench.turn(ask(words(3, 700)))
+        await fail_twice_more(bench)
+        assert said() == 2
+
+    options = {"disk_limits": DiskLimits(budget_bytes=2 * BLOCK, rejects=True)}
+    play(scenario, tmp_path, slots=1, limits=limits("ram", 50), **options)
+
+
 def test_a_level_that_rejects_takes_what_grows_within_it(tmp_path: Path) -> None:
     """What a new state shares with a stored one needs no room."""
 

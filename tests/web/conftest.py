@@ -31,6 +31,9 @@ class _Switch:
     def status(self) -> dict[str, Any]:
         return self.server.status()
 
+    def facts(self) -> dict[str, Any]:
+        return self.server.facts()
+
     def slots(self, namespace: str) -> list[dict[str, Any]]:
         return self.server.slots(namespace)
 

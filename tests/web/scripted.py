@@ -108,6 +108,9 @@ class ScriptedServer:
     def status(self) -> dict[str, Any]:
         return {"model": self.model_name, "never_measured": None}
 
+    def facts(self) -> dict[str, Any]:
+        return {"slots": 2, "context_tokens": 100}
+
     def slots(self, namespace: str) -> list[dict[str, Any]]:
         return [{"id": 0, "n_ctx": 100, "is_processing": self.busy, "namespace": namespace}]
 

@@ -141,5 +141,6 @@ def test_every_refusal_has_its_status(client: Connect, error: StrataError, statu
     for url in (SAVE, RESTORE, ERASE):
         response = http.post(url, json=NAME)
         shown = error_of(response, status)
-        assert (shown["param"], shown["code"]) == (error.field, error.code)
+        assert (shown["param"], shown["code"]) == (error.param, error.code)
+        assert not isinstance(error, SessionRefused) or shown["param"] == "filename"
         assert ("retry-after" in response.headers) == (error.retry_after_s is not None)

@@ -65,13 +65,16 @@ class EngineClient:
         on_loading: Callable[[Loading], None] | None = None,
         on_restart: Callable[[EngineInfo], None] | None = None,
         remembered_flash_attention: bool | None = None,
+        silent_limit_s: float = 0,
     ) -> None:
+        """`silent_limit_s`: after how long without an answer a process is replaced; 0 = never."""
         self.state: State = "loading"
         self._settings = settings
         self._arena = arena
         self._on_loading = on_loading
         self._on_restart = on_restart
         self._flash_attention = remembered_flash_attention
+        self._silent_limit_s = silent_limit_s
         self._process: EngineProcess | None = None
         self._info: EngineInfo | None = None
         self._generation = 0
@@ -140,6 +143,11 @@ class EngineClient:
         """What the steps of the process that runs have cost so far; all zero while there is none."""
         return self._process.steps if self._process is not None else Steps()
 
+    @property
+    def silent_s(self) -> float:
+        """How long the process has not answered, although something waits for it."""
+        return self._process.watch.silent_s if self._process is not None else 0.0
+
     def _take_chunk(self, index: int, size: int, fd: int | None, name: str | None) -> None:
         chunk = Chunk(index, size, fd, name)
         self._chunks.append(chunk)
@@ -149,7 +157,7 @@ class EngineClient:
     async def _spawn(self) -> EngineProcess:
         """One process, loaded and with every arena chunk attached."""
         attached = len(self._chunks)
-        process = await EngineProcess.spawn(self._chunks[:attached])
+        process = await EngineProcess.spawn(self._chunks[:attached], self._silent_limit_s)
         try:
             info = await process.load(self._settings, self._flash_attention, self._on_loading)
             if self._info is not None and info.fingerprint != self._info.fingerprint:

@@ -16,11 +16,13 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from strata.engine.liveness import Watch
 from strata.engine.protocol import (
     AttachChunk,
     Cancel,
     Command,
     Delta,
+    Detokenize,
     Detokenized,
     Done,
     EngineInfo,
@@ -33,6 +35,9 @@ from strata.engine.protocol import (
     LoadFailed,
     Loading,
     Paused,
+    Ping,
+    Pong,
+    Prepare,
     Prepared,
     Progress,
     Ready,
@@ -68,22 +73,26 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class EngineProcess(asyncio.SubprocessProtocol):
-    """A running engine process. Made by `spawn`."""
+    """A running engine process. Made by `spawn`. `silent_limit_s`: see `liveness.Watch`."""
 
-    def __init__(self, descriptors: socket.socket | None) -> None:
+    def __init__(self, descriptors: socket.socket | None, silent_limit_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._descriptors = descriptors
         self._gone: str | None = None  # why, once it is
+        self._killed_because: str | None = None
+        self.signs = self.reports = 0  # see liveness.Watched
         self.steps = Steps()
         self._cutter = FrameCutter()
         self._jobs: dict[int, asyncio.Future[Answer | JobFailed]] = {}
+        self._text_jobs: set[int] = set()  # those of them that the engine thread never sees
         self._runs: dict[int, RunHandle] = {}
         self._loaded: asyncio.Future[Ready | LoadFailed] = loop.create_future()
         self._ended: asyncio.Future[str] = loop.create_future()
         self._on_loading: Callable[[Loading], None] | None = None
         self._to_attach: asyncio.Queue[Chunk] = asyncio.Queue()
         self._attached: dict[int, asyncio.Event] = {}
-        self._attacher = asyncio.create_task(self._attach(), name="engine-attacher")
+        self.watch = Watch(self, silent_limit_s)
+        self._tasks = [asyncio.create_task(self._attach(), name="engine-attacher")]
 
     @property
     def pid(self) -> int:
@@ -93,7 +102,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         return f"EngineProcess(pid {self.pid}, {len(self._jobs)} jobs, {len(self._runs)} runs, gone: {self._gone})"
 
     @classmethod
-    async def spawn(cls, chunks: Sequence[Chunk]) -> EngineProcess:
+    async def spawn(cls, chunks: Sequence[Chunk], silent_limit_s: float = 0) -> EngineProcess:
         """Start a process that has not loaded anything yet. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "strata.engine.worker"]
         ours = theirs = None
@@ -102,7 +111,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
             arguments += ["--chunk-socket", str(theirs.fileno())]
         try:
             _, engine = await asyncio.get_running_loop().subprocess_exec(
-                lambda: cls(ours),
+                lambda: cls(ours, silent_limit_s),
                 *arguments,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -152,8 +161,9 @@ class EngineProcess(asyncio.SubprocessProtocol):
             self._transport.kill()
         await self.ended()
         self._fail_pending(why)
-        self._attacher.cancel()
-        await asyncio.gather(self._attacher, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _fail_pending(self, why: str) -> None:
         """From now on every call fails; those that wait do so now."""
@@ -162,6 +172,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
             if not future.done():
                 future.set_exception(self._engine_gone())
         self._jobs.clear()
+        self._text_jobs.clear()
         for run in self._runs.values():
             run.put(self._engine_gone())
         self._runs.clear()
@@ -206,6 +217,8 @@ class EngineProcess(asyncio.SubprocessProtocol):
             raise self._engine_gone()
         future: asyncio.Future[Answer | JobFailed] = asyncio.get_running_loop().create_future()
         self._jobs[number] = future
+        if isinstance(job, Prepare | Detokenize):
+            self._text_jobs.add(number)
         self._send(job)
         event = await (_to_the_end(future) if to_the_end else future)
         if isinstance(event, JobFailed):
@@ -226,12 +239,33 @@ class EngineProcess(asyncio.SubprocessProtocol):
         if self._gone is None and not self._stdin.is_closing():
             self._stdin.write(encode_frame(command))
 
+    # --------------------------------------------------------------------------------------------------------- liveness
+
+    @property
+    def is_waited_for(self) -> bool:
+        return not self._loaded.done() or bool(self._jobs or self._runs)
+
+    @property
+    def is_to_step(self) -> bool:
+        """Not while a request is paused: the others may wait for the cells that the front is about to free."""
+        paused = any(run.is_paused for run in self._runs.values())
+        return self._jobs.keys() > self._text_jobs or (bool(self._runs) and not paused)
+
+    def ping(self) -> None:
+        self._send(Ping())
+
+    def kill(self, why: str) -> None:
+        """End it at once; `ended` says why."""
+        self._killed_because = why
+        self._transport.kill()
+
     # ----------------------------------------------------------------------------------------------------------- events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # casts: the transports of uvloop are not subclasses of asyncio's
         self._transport = cast(asyncio.SubprocessTransport, transport)
         self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+        self._tasks.append(asyncio.create_task(self.watch.run(), name="engine-watch"))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Bytes from the process. One whose events make no sense is killed."""
@@ -247,9 +281,11 @@ class EngineProcess(asyncio.SubprocessProtocol):
         code = self._transport.get_returncode() or 0
         if self._descriptors is not None:
             self._descriptors.close()
-        self._ended.set_result(f"signal {-code}" if code < 0 else f"exit code {code}")
+        self._ended.set_result(self._killed_because or (f"signal {-code}" if code < 0 else f"exit code {code}"))
 
     def _take(self, event: Event) -> None:
+        self.signs += 1
+        self.reports += not isinstance(event, Pong | Prepared | Detokenized)
         if isinstance(event, Delta | Progress | Held | Paused | Finished | RunFailed):
             run = self._runs.get(event.request)
             if isinstance(event, Finished | RunFailed):
@@ -263,7 +299,8 @@ class EngineProcess(asyncio.SubprocessProtocol):
                 self._on_loading(event)
         elif isinstance(event, Ready | LoadFailed):
             self._loaded.set_result(event)
-        else:
+        elif not isinstance(event, Pong):
+            self._text_jobs.discard(event.job)
             future = self._jobs.pop(event.job, None)
             if future is not None and not future.done():
                 future.set_result(event)
@@ -314,8 +351,10 @@ class RunHandle:
         self._events: asyncio.Queue[RunEvent | RunFailed | StrataError] = asyncio.Queue()
         self._outcome: Finished | StrataError | None = None
         self.checkpoints: list[Held] = []
+        self.is_paused = False
 
     def put(self, event: RunEvent | RunFailed | StrataError) -> None:
+        self.is_paused = isinstance(event, Paused)
         if isinstance(event, Held) and event.checkpoint:
             self.checkpoints.append(event)
         self._events.put_nowait(event)
@@ -338,11 +377,13 @@ class RunHandle:
 
     def resume(self, keep: int) -> None:
         """Go on after a Paused; the slot holds exactly [0, keep)."""
+        self.is_paused = False
         self._send(Resume(request=self.number, slot=self._slot, keep=keep))
 
     async def cancel(self) -> Finished:
         """End the request and drain its events. Raises RunError or EngineGone when that is how it ended."""
         if self._outcome is None:
+            self.is_paused = False
             self._send(Cancel(request=self.number))
         while self._outcome is None:
             await anext(self)

@@ -18,7 +18,7 @@ import numpy as np
 
 from strata.engine.checkpoint_messages import ApplyCheckpoint, CaptureCheckpoint, Held, Hold, ReleaseCheckpoint
 from strata.engine.pool_messages import Compact, Paused, Resume
-from strata.engine.values import EngineInfo, EngineSettings, Message, Sampling, Steps, Timing
+from strata.engine.values import EngineInfo, EngineSettings, Message, Ping, Pong, Sampling, Steps, Timing
 from strata.types import Span, StageShape, Tokens
 
 # All of the contract can be imported from here; these are defined elsewhere.
@@ -31,6 +31,8 @@ __all__ = [
     "Held",
     "Hold",
     "Paused",
+    "Ping",
+    "Pong",
     "ReleaseCheckpoint",
     "Resume",
     "Sampling",
@@ -192,7 +194,7 @@ CheckpointCommand = Hold | CaptureCheckpoint | ReleaseCheckpoint | ApplyCheckpoi
 SlotJob = Fork | Trim | Capture | Apply | Compact | CheckpointCommand
 """Commands about slots that are answered with Done or JobFailed."""
 
-Command = Load | AttachChunk | Prepare | Detokenize | Run | Resume | Cancel | SlotJob | Shutdown
+Command = Load | AttachChunk | Prepare | Detokenize | Run | Resume | Cancel | SlotJob | Shutdown | Ping
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -315,6 +317,7 @@ Event = (
     | Finished
     | RunFailed
     | Steps
+    | Pong
 )
 
 

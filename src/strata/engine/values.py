@@ -116,6 +116,14 @@ class ContextShape:
     swa_full: bool = True
 
 
+class Ping(Message, frozen=True):
+    """Asks the engine process for a Pong, whatever it is doing."""
+
+
+class Pong(Message, frozen=True):
+    """The process runs; says nothing about its engine thread."""
+
+
 class Steps(Message, frozen=True):
     """All steps of this process so far, told whenever a request ends: their seconds in llama.cpp, and outside it."""
 

@@ -34,6 +34,8 @@ from strata.engine.protocol import (
     Load,
     LoadFailed,
     Loading,
+    Ping,
+    Pong,
     Prepare,
     Prepared,
     Ready,
@@ -128,6 +130,8 @@ class Worker:
                 print(f"strata engine: cannot attach arena chunk {command.chunk}: {error}", file=sys.stderr)
         elif isinstance(command, TextJob):
             self._text_jobs.put(command)
+        elif isinstance(command, Ping):
+            self._events.send([Pong()])
         else:
             self._inbox.put(command)
             if isinstance(command, Cancel) and self._loop is not None:

@@ -1,4 +1,4 @@
-"""Parts of /v1/status that belong to no single module: counts of the cache, and of the arena.
+"""Parts of /v1/status that belong to no single module: the engine, the slots, counts of the cache, and the arena.
 
 Plain values for JSON; no text, no token, no client's key.
 """
@@ -7,7 +7,44 @@ from __future__ import annotations
 
 from strata.cache.cache import ConversationCache
 from strata.cache.status import disk_status
+from strata.engine.protocol import EngineInfo
+from strata.serve.parks import Workshop
 from strata.store.arena import Arena
+
+
+def engine_facts(info: EngineInfo) -> dict[str, object]:
+    """What was resolved at the start, flat, as the INFO line shows it too."""
+    return {
+        "model": info.model_name,
+        "identity": info.fingerprint.hex()[:16],
+        "context_tokens": info.context,
+        "pool_cells": info.pool_cells,
+        "room_cells": info.room_cells,
+        "slots": info.slots,
+        "kv": info.kv,
+        "bytes_per_token": sum(stage.token_bytes for stage in info.stages),
+        "flash_attention": "on" if info.flash_attention else "off",
+        "flash_attention_reason": info.flash_attention_reason,
+        "stages": len(info.stages),
+        "openers": ",".join(map(str, info.openers)),
+        "mode": info.mode,
+        "threads": info.threads,
+        "load_s": round(info.load_s, 2),
+    }
+
+
+def slots_status(shop: Workshop) -> list[dict[str, object]]:
+    return [
+        {
+            "id": slot.index,
+            "state": slot.doing,
+            "tokens": len(slot.tokens),
+            "total": slot.total if slot.doing in ("reading", "ready") else None,
+            "parked": not slot.owed or shop.slots.is_kept(slot.index),
+            "parking": len(slot.parkings),
+        }
+        for slot in shop.slots.all
+    ]
 
 
 def cache_status(cache: ConversationCache, parks: int) -> dict[str, object]:

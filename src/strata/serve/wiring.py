@@ -25,8 +25,17 @@ from strata.cache.tasks import watched
 from strata.config import Config
 from strata.engine.client import EngineClient
 from strata.engine.protocol import EngineInfo, EngineSettings, Loading
-from strata.errors import ConfigError, EngineGone, LevelError, NotSupported
+from strata.errors import (
+    ConfigError,
+    EngineGone,
+    LevelError,
+    NotSupported,
+    ServerLoading,
+    ServerStopping,
+    StrataError,
+)
 from strata.rules import prefix
+from strata.serve.ending import SILENT_S, put_away, settled
 from strata.serve.limits import (
     archive_limits,
     cache_limits,
@@ -35,11 +44,11 @@ from strata.serve.limits import (
     queue_limits,
     system_prompt_limits,
 )
-from strata.serve.parks import Workshop, leave
+from strata.serve.parks import Workshop
 from strata.serve.request import TurnEvent, TurnRequest
 from strata.serve.sessions import Sessions, slot_list
 from strata.serve.slots import Slots
-from strata.serve.status import arena_status, cache_status, system_prompt_status
+from strata.serve.status import arena_status, cache_status, engine_facts, slots_status, system_prompt_status
 from strata.serve.tax import PoolTax
 from strata.serve.turn import run_turn
 from strata.store.arena import Arena
@@ -57,8 +66,6 @@ ARENA_AT_START_BYTES = 128 * MIB
 """The part of it that is reserved and touched before the model is mapped: enough for one restore or park at a time."""
 ARENA_SLACK = 8
 """The arena may grow by an eighth more than the RAM level's budget: spans do not fill its chunks to the last byte."""
-FLUSH_LIMIT_S = 60.0
-"""How long a stopping server writes what is still in memory."""
 TICK_S = 5.0
 """How often the levels look after themselves."""
 
@@ -74,6 +81,7 @@ class Server:
         self._levels: dict[str, Level] = {}
         self._session_folder: SessionFolder | None = None
         self._sessions: Sessions | None = None
+        self._turns: set[asyncio.Task[object]] = set()
         self._caretaker: set[asyncio.Task[None]] = set()
         self._engine: EngineClient | None = None
         self._shop: Workshop | None = None
@@ -102,6 +110,7 @@ class Server:
             on_loading=show,
             on_restart=self._on_restart,
             remembered_flash_attention=remembered,
+            silent_limit_s=self._config.engine_timeout_s,
         )
         self._engine = engine
         info = await engine.start()
@@ -228,14 +237,19 @@ class Server:
             self._shop.cache.live.clear()
 
     async def stop(self) -> None:
-        """End everything in order. Call it when no turn runs any more; also after a failed or unfinished start."""
+        """End everything in order, also after a failed or unfinished start. Call it when every client has its answer.
+
+        An engine that hangs does not hold it up for longer than the limits above, and is killed.
+        """
         self._stopping = True
         for task in [*self._caretaker, *(self._tax.tasks if self._tax is not None else ())]:
             task.cancel()
-        if self._shop is not None:
-            await self._put_away(self._shop)
+        await settled(self._turns)
+        if self._shop is not None and self._engine is not None:
+            await put_away(self._shop, self._engine)
         if self._engine is not None:
             await self._engine.close()
+            await settled(self._turns)
         if self._shop is not None and self._shop.cache is not None:
             self._shop.cache.close()
         else:
@@ -243,30 +257,6 @@ class Server:
                 level.close()
         if self._arena is not None:
             self._arena.close()
-
-    async def _put_away(self, shop: Workshop) -> None:
-        """Park what is live and flush the writers within FLUSH_LIMIT_S; say how far it is and what was not written."""
-        cache = shop.cache
-        if cache is None:
-            return
-        for slot in shop.slots.all:
-            if not slot.busy and not slot.provisional:
-                leave(shop, slot, stays=0)
-        deadline = time.monotonic() + FLUSH_LIMIT_S
-        while shop.parks and (left := deadline - time.monotonic()) > 0:
-            log.info("parking %d conversations (at most %.0f s more)", len(shop.parks), left)
-            await asyncio.wait(shop.parks, timeout=min(1.0, left))
-        flushing = asyncio.ensure_future(cache.flush(max(0.1, deadline - time.monotonic())))
-        while not (await asyncio.wait([flushing], timeout=1.0))[0]:
-            left = deadline - time.monotonic()
-            log.info("writing %d conversations (at most %.0f s more)", 1 + cache.unwritten, left)
-        lost = len(shop.parks) + cache.unwritten
-        if lost or not flushing.result():
-            log.warning("%d conversations were not written, or not in time; what was acknowledged before is safe", lost)
-        counts = cache.counters
-        kept = sum(len(disk.index.conversations()) for disk in cache.disks)
-        parked = counts.parked_ram + counts.parked_disk + counts.parked_disk_transient
-        log.info("kept %d conversations; parked %d, restored %d", kept, parked, counts.restores)
 
     # -------------------------------------------------------------------------------------------------------------- use
 
@@ -280,20 +270,30 @@ class Server:
             raise EngineGone("the engine has not been started")
         return self._engine.info
 
+    def _not_now(self) -> StrataError:
+        kind, doing = (ServerStopping, "stopping") if self._stopping else (ServerLoading, "starting")
+        return kind(f"the server is {doing}; send the request again later", retry_after_s=5)
+
     async def turn(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The events of one request; see serve/turn.py. Closing the generator cancels the request."""
         if self._shop is None or self._stopping:
-            raise EngineGone("the server is starting or stopping; send the request again later", retry_after_s=5)
-        async with aclosing(run_turn(self._shop, request)) as events:
-            async for event in events:
-                yield event
+            raise self._not_now()
+        task = asyncio.current_task()
+        assert task is not None, "a turn runs in a task"
+        self._turns.add(task)
+        try:
+            async with aclosing(run_turn(self._shop, request)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._turns.discard(task)
 
     def sessions(self) -> Sessions:
-        """Save, restore and erase slots. Raises NotSupported without --slot-save-path, EngineGone at start and stop."""
+        """Save, restore and erase slots. Raises NotSupported without --slot-save-path."""
         if self._config.slot_save_path is None:
             raise NotSupported("saving and restoring slots is off: start the server with --slot-save-path DIR")
         if self._sessions is None or self._stopping:
-            raise EngineGone("the server is starting or stopping; send the request again later", retry_after_s=5)
+            raise self._not_now()
         return self._sessions
 
     def slots(self, namespace: str) -> list[dict[str, object]]:
@@ -308,45 +308,19 @@ class Server:
             return False, "loading"
         if self._engine.state != "ready":
             return False, f"the engine is {self._engine.state}"
+        if self._engine.silent_s > SILENT_S:
+            return False, f"the engine has not answered for {self._engine.silent_s:.0f} s"
         return True, "ok"
 
     def facts(self) -> dict[str, object]:
         """What was resolved at the start, flat, for the INFO line."""
-        info = self._info
-        return {
-            "model": info.model_name,
-            "identity": info.fingerprint.hex()[:16],
-            "context_tokens": info.context,
-            "pool_cells": info.pool_cells,
-            "room_cells": info.room_cells,
-            "slots": info.slots,
-            "kv": info.kv,
-            "bytes_per_token": sum(stage.token_bytes for stage in info.stages),
-            "flash_attention": "on" if info.flash_attention else "off",
-            "flash_attention_reason": info.flash_attention_reason,
-            "stages": len(info.stages),
-            "openers": ",".join(map(str, info.openers)),
-            "mode": info.mode,
-            "threads": info.threads,
-            "load_s": round(info.load_s, 2),
-        }
+        return engine_facts(self._info)
 
     def status(self) -> dict[str, object]:
         """The state for /v1/status. No prompt text, no tokens, no client's key."""
         engine, shop = self._engine, self._shop
         if engine is None or shop is None:
             return {"version": strata.__version__, "ready": False}
-        slots = [
-            {
-                "id": slot.index,
-                "state": slot.doing,
-                "tokens": len(slot.tokens),
-                "total": slot.total if slot.doing in ("reading", "ready") else None,
-                "parked": not slot.owed or shop.slots.is_kept(slot.index),
-                "parking": len(slot.parkings),
-            }
-            for slot in shop.slots.all
-        ]
         return {
             "version": strata.__version__,
             "ready": self.health()[0],
@@ -355,10 +329,11 @@ class Server:
                 "state": engine.state,
                 "pid": engine.pid,
                 "generation": engine.generation,
+                "silent_s": engine.silent_s,
                 "steps": msgspec.structs.asdict(engine.steps),
                 **self.facts(),
             },
-            "slots": slots,
+            "slots": slots_status(shop),
             "waiting": shop.slots.waiting,
             "queue": shop.slots.queue.status(),
             "pool": {**shop.pool.status(), **(self._tax.status() if self._tax is not None else {})},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from strata.errors import Unavailable
 from strata.web.errors import json_response
 from strata.web.exchange import ServerSeam
 
@@ -18,7 +18,7 @@ def admin_routes(server: ServerSeam) -> APIRouter:
     async def health() -> Response:
         ready, reason = server.health()
         if not ready:
-            raise HTTPException(503, reason)
+            raise Unavailable(reason)
         return json_response({"status": "ok"})
 
     @router.get("/v1/status")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import strata
+from strata.errors import ServerLoading
 from strata.web.admin import admin_routes
 from strata.web.answers import Limits
 from strata.web.auth import KeyGate
 from strata.web.bodies import ChatBody, TextBody
-from strata.web.errors import error_content, install_error_handlers, json_response
-from strata.web.exchange import Exchanges, ServerSeam
+from strata.web.errors import install_error_handlers, strata_error_response
+from strata.web.exchange import Exchanges, ServerSeam, server_stops
 from strata.web.gate import Gate
 from strata.web.openai import openai_routes
 from strata.web.pages import docs_routes
@@ -74,9 +76,25 @@ class Doorway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is not None:
-            await self._app(scope, receive, send)
+            await self._answer(self._app, scope, receive, send)
         elif scope["type"] == "http":
-            content = error_content(503, f"the server is not ready yet: {self.doing}", code="loading")
-            await json_response(content, 503, {"retry-after": "2"})(scope, receive, send)
+            error = ServerLoading(f"the server is not ready yet: {self.doing}", retry_after_s=2)
+            await strata_error_response(error)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1013})
+
+    @staticmethod
+    async def _answer(app: FastAPI, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers; also a request that the HTTP server gives up, because it stops and has waited long enough."""
+        has_begun = False
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, note_and_send)
+        except asyncio.CancelledError:
+            if scope["type"] == "http" and not has_begun:
+                await strata_error_response(server_stops())(scope, receive, send)

@@ -22,11 +22,10 @@ from pydantic import (
     field_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from strata.engine.protocol import Sampling
-from strata.errors import BadRequest
+from strata.errors import BadRequest, BodyTooLarge, NotJson
 from strata.serve.request import TurnRequest
 
 MAX_STOPS = 16
@@ -217,15 +216,15 @@ class TextBody(_CompletionFields):
 
 
 async def read_body(request: Request, kind: type[_Body], limit_bytes: int) -> _Body:
-    """The body of a request as `kind`. Raises HTTPException 413 and 415, and BadRequest naming the first bad field."""
+    """The body of a request as `kind`. Raises NotJson, BodyTooLarge, and BadRequest naming the first bad field."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise HTTPException(415, f"Content-Type must be application/json, not {content_type or 'absent'}")
+        raise NotJson(f"Content-Type must be application/json, not {content_type or 'absent'}", field="Content-Type")
     raw = bytearray()
     async for piece in request.stream():
         raw += piece
         if len(raw) > limit_bytes:
-            raise HTTPException(413, f"the body is larger than {limit_bytes} bytes")
+            raise BodyTooLarge(f"the body is larger than {limit_bytes} bytes")
     try:
         if len(raw) <= _LARGE_BODY_BYTES:
             return kind.model_validate_json(bytes(raw))

@@ -13,16 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from strata.errors import StrataError
+from strata.errors import BadRequest, MethodNotAllowed, NotFound, StrataError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_CODES = {
-    404: "not_found",
-    405: "method_not_allowed",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-    503: "unavailable",
-}
+_FROM_THE_ROUTER: dict[int, type[StrataError]] = {404: NotFound, 405: MethodNotAllowed}
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -31,12 +25,12 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_content(status: int, message: str, *, code: str, field: str | None = None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = _TYPES.get(status, BadRequest.code if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def strata_error_content(error: StrataError) -> dict[str, Any]:
-    return error_content(error.status, error.message, code=error.code, field=error.field)
+    return error_content(error.status, error.message, code=error.code, field=error.param)
 
 
 def strata_error_response(error: StrataError) -> Response:
@@ -53,10 +47,9 @@ async def _on_strata_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = error.detail
-    if error.status_code in (404, 405):  # the router's own words do not say what was asked for
-        message = f"{request.method} {request.url.path}: {message}"
-    content = error_content(error.status_code, message, code=_CODES.get(error.status_code, "http_error"))
+    message = f"{request.method} {request.url.path}: {error.detail}"  # its own words do not say what was asked for
+    kind = _FROM_THE_ROUTER.get(error.status_code, BadRequest)
+    content = error_content(error.status_code, message, code=kind.code)
     return json_response(content, error.status_code, dict(error.headers or {}))
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from starlette.types import Receive
 
-from strata.errors import EngineGone, StrataError
+from strata.errors import ServerStopping, StrataError
 from strata.serve.request import Completed, TurnEvent, TurnRequest
 from strata.serve.sessions import Sessions
 
@@ -32,15 +32,23 @@ class ServerSeam(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
+    def facts(self) -> dict[str, Any]:
+        """What was resolved at the start; see `serve.status.engine_facts`."""
+        ...
+
     def slots(self, namespace: str) -> list[dict[str, Any]]:
         """What GET /slots answers to this namespace."""
         ...
 
     def sessions(self) -> Sessions:
-        """Raises NotSupported when slots cannot be saved, EngineGone while the server starts or stops."""
+        """Raises NotSupported when slots cannot be saved, ServerLoading or ServerStopping at start and end."""
         ...
 
     def health(self) -> tuple[bool, str]: ...
+
+
+def server_stops() -> ServerStopping:
+    return ServerStopping("the server is stopping; send the request again later", retry_after_s=10)
 
 
 class ClientGone(Exception):
@@ -57,7 +65,7 @@ class Exchange:
         self._inbox: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
         self._answered = False
         self._cancelled = False
-        self._cut_off = False
+        self._cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Exchange:
         self._pump = asyncio.create_task(self._run())
@@ -67,13 +75,13 @@ class Exchange:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._exchanges.open.discard(self)
         self._watch.cancel()
-        if self._answered:
-            self._exchanges.let_finish(self._pump)
-        else:
+        if not self._answered:
             self._cancel()
-            await asyncio.wait({self._pump})
+            await asyncio.wait({self._pump, self._cut_off}, return_when=asyncio.FIRST_COMPLETED)
+        self._exchanges.open.discard(self)
+        if self._answered or not self._pump.done():
+            self._exchanges.let_finish(self._pump)
 
     async def event(self, within_s: float | None = None) -> TurnEvent | None:
         """The next event, or None when there is none within the limit.
@@ -87,8 +95,8 @@ class Exchange:
             return None
         if event is not None:
             return event
-        if self._cut_off:
-            raise EngineGone("the server is stopping; send the request again later", retry_after_s=10)
+        if self._cut_off.done():
+            raise server_stops()
         if self._pump.cancelled():
             raise ClientGone
         problem = self._pump.exception()
@@ -98,10 +106,11 @@ class Exchange:
         raise StrataError("internal error; the server's log has more")
 
     def cut_off(self) -> None:
-        """Ends the turn with an error for its client, because the server stops."""
-        if not self._answered:
-            self._cut_off = True
+        """Ends the turn with an error for its client, who does not wait until the turn is in order."""
+        if not self._answered and not self._cut_off.done():
+            self._cut_off.set_result(None)
             self._cancel()
+            self._inbox.put_nowait(None)
 
     def _cancel(self) -> None:
         # Once only: a second cancellation would hit the turn while it puts its slot in order.
@@ -128,7 +137,7 @@ class Exchanges:
     def __init__(self, server: ServerSeam) -> None:
         self.open: set[Exchange] = set()
         self._server = server
-        # Turns whose client is served, but which still put their conversation away; a task needs somebody to hold it.
+        # Turns whose client has its answer, but which still put their slot in order; a task needs somebody to hold it.
         self._finishing: set[asyncio.Task[None]] = set()
 
     def begin(self, request: TurnRequest, receive: Receive) -> Exchange:
@@ -140,7 +149,8 @@ class Exchanges:
 
     def _finished(self, turn: asyncio.Task[None]) -> None:
         self._finishing.discard(turn)
-        if not turn.cancelled() and (problem := turn.exception()) is not None:
+        problem = None if turn.cancelled() else turn.exception()
+        if problem is not None and not isinstance(problem, StrataError):
             _log.error("a request failed after its answer", exc_info=problem)
 
     def cut_off(self) -> None:

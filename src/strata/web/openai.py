@@ -1,4 +1,4 @@
-"""The OpenAI routes: /v1/chat/completions, /v1/completions and /v1/models."""
+"""The OpenAI routes: /v1/chat/completions, /v1/completions and /v1/models; /v1/embeddings is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from strata.engine.protocol import Timing
-from strata.errors import NotFound
+from strata.errors import NotFound, NotSupported
 from strata.serve.request import Completed
 from strata.web.answers import Dialect, Limits, StreamedAnswer, WholeAnswer, sse_data
 from strata.web.auth import namespace_of
@@ -134,6 +134,10 @@ def openai_routes(server: ServerSeam, exchanges: Exchanges, limits: Limits) -> A
     @router.post("/completions", openapi_extra=dict(body_schema(TextBody)))
     async def completions(request: Request) -> Response:
         return await answer(request, await read_body(request, TextBody, limits.body_bytes), _TextDialect)
+
+    @router.post("/embeddings")
+    async def embeddings() -> Response:
+        raise NotSupported("embeddings: no model of this version of Strata gives any")
 
     def card() -> dict[str, Any]:
         return {"id": server.model_name, "object": "model", "created": started, "owned_by": "strata"}

@@ -1,4 +1,4 @@
-"""llama-server's slots API: GET /slots, and POST /slots/{id}?action=save|restore|erase.
+"""llama-server's slots API: GET /props, GET /slots, and POST /slots/{id}?action=save|restore|erase.
 
 Covers the spelling of requests and answers, field names as in llama-server. What is done, and every refusal with its
 status, is in serve/sessions.py. An action on a busy slot waits until its request has ended, as llama-server defers it.
@@ -11,10 +11,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from strata.errors import BadRequest, NotFound
+import strata
+from strata.errors import BadRequest, NotFound, Unavailable
 from strata.serve.sessions import Moved, Sessions
 from strata.web.auth import namespace_of
 from strata.web.bodies import body_schema, read_body
@@ -36,12 +36,24 @@ class SlotBody(BaseModel):
 def slot_routes(server: ServerSeam) -> APIRouter:
     router = APIRouter(tags=["llama-server"])
 
+    @router.get("/props")
+    async def props() -> Response:
+        facts = server.facts()
+        return json_response(
+            {
+                "default_generation_settings": {"n_ctx": facts["context_tokens"]},
+                "total_slots": facts["slots"],
+                "model_alias": server.model_name,
+                "build_info": f"strata {strata.__version__}",
+            }
+        )
+
     @router.get("/slots")
     async def slots(request: Request) -> Response:
         found = server.slots(namespace_of(request.scope))
         wants_a_free_one = request.query_params.get("fail_on_no_slot", "0") not in ("", "0", "false")
         if wants_a_free_one and all(slot["is_processing"] for slot in found):
-            raise HTTPException(503, "no slot available")
+            raise Unavailable("no slot available")
         return json_response(found)
 
     @router.post("/slots/{id_slot}", openapi_extra=dict(body_schema(SlotBody)))

@@ -61,6 +61,7 @@ def test_a_stopping_server_answers_every_client_and_ends_in_time(tmp_path):
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_a_save_under_way_ends_with_the_server(tmp_path):
     with RunningServer(tmp_path / "log", "--slot-save-path", str(tmp_path / "saved"), program=IMPATIENT) as server:
         ask(server, FIRST)
@@ -129,6 +130,7 @@ def test_an_idle_engine_that_hangs_is_noticed_by_the_next_request(tmp_path):
         ask(server, FIRST)
 
 
+@pytest.mark.slow
 def test_health_tells_of_an_engine_that_does_not_answer(tmp_path):
     with RunningServer(tmp_path / "log", "--engine-timeout-s=0", program=IMPATIENT) as server:
         stream = Asked(server, {**LONG, "stream": True})
@@ -143,6 +145,7 @@ def test_health_tells_of_an_engine_that_does_not_answer(tmp_path):
         assert stream.text.rstrip().endswith("[DONE]")
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_suspended_loses_no_engine(tmp_path):
     with RunningServer(tmp_path / "log", "--engine-timeout-s=1") as server:
         engine = server.engine_pid

@@ -114,6 +114,7 @@ class Bench:
     def restore(self, slot: int, parked: Parked) -> None:
         self.put_rows(slot, parked)
         assert self.put(slot, parked) is None
+        assert self.slots.settle(slot) is None  # as a request does
         assert self.slots.held[slot] == parked.position and not self.slots.bare
 
     def payloads(self, parked: Parked) -> list[bytes]:

@@ -209,7 +209,8 @@ def test_what_is_not_of_this_model_is_refused_at_once(pools: Callable[..., Bench
     assert "tensors are not those of this model" in str(refusal)
     assert one.slots.held[1] == 0 and one.slots.settle(1) is None
     spans[0][one.room] ^= 0xFF
-    one.restore(1, parked)
+    one.put_rows(1, parked)
+    assert one.slots.held[1] == 300
     assert one.slots.trim(1, 0) is None, "what was applied is dropped before it settles"
     assert one.slots.settle(1) is None and one.context.last_position(1) == -1
 

@@ -17,8 +17,9 @@ AUTO = EngineSettings(model_path="", slots=3, context=600, pool="auto")
     [
         ((158, 144), (70, 42), (90, 70), True),  # SmolLM2 behind 2,000 tokens
         ((100, 100), (50, 50), (60, 60), False),
-        ((110, 100), (55, 50), (66, 60), False),
-        ((112, 100), (56, 50), (68, 60), True),
+        ((105, 100), (52, 50), (63, 60), False),
+        ((106, 100), (53, 50), (64, 60), True),
+        ((161.8, 129.5), (46.7, 42.7), (80.6, 86.2), True),  # measured with 2,048 tokens each
         ((105, 100), (70, 60), (60, 110), False),  # rows that are not neighbours take two passes
     ],
 )

@@ -19,12 +19,12 @@ from strata.engine.values import ContextShape, EngineSettings
 from strata.errors import ModelError
 
 _MOST_SEQUENCES = 4
-_MOST_CELLS = 2048
-_MOST_BYTES = 512 << 20
+_MOST_CELLS = 4096
+_MOST_BYTES = 256 << 20
 _PROBE_TOKENS = 8
 _ROUNDS = 4
 _STEPS = 3 * _ROUNDS  # the most that one sequence writes
-_SPLIT_MUST_WIN = 1.1
+_SPLIT_MUST_WIN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def _measure(model: Model, settings: EngineSettings, shape: ContextShape) -> Poo
 
 
 def decide(timed: dict[str, tuple[float, float]]) -> PoolChoice:
-    """Split when it is more than a tenth faster over everything timed, each counted alike.
+    """Split when it is more than a twentieth faster over everything timed, each counted alike.
 
     `timed`: seconds of a step, unified and split, by who writes.
     """

@@ -77,8 +77,10 @@ async def long(folder: Path, rounds: int) -> dict[str, float]:
 async def in_every_slot(server: ServerProcess, slots: int) -> list[Talk]:
     """A long conversation that every slot holds; from here on they are different ones."""
     talk = Talk(3000, LONG_SENTENCES)
-    await talk.turn(server, 4)
+    answer = await talk.turn(server, 4)
     held = [server.slot(slot, "save", f"slot{slot}") for slot in range(slots)]
+    assert max(held) > 1000, f"no slot was saved: {held}"
+    say(f"{answer.read_tokens} tokens read in {answer.ttft_s:.0f} s")
     source = held.index(max(held))
     for slot in set(range(slots)) - {source}:
         assert server.slot(slot, "restore", f"slot{source}") == held[source], "a slot was not restored"

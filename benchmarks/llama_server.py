@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens per slot")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--cache-ram", type=int, default=0, help="MiB")
-    parser.add_argument("--slot-save-path", default="", help="a directory")
     given = parser.parse_args()
     check_installed()
     import xllamacpp  # a development dependency: the other benchmarks do without
@@ -39,7 +38,6 @@ def main() -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F16
-    params.slot_save_path = given.slot_save_path and given.slot_save_path + "/"
     params.cache_ram_mib = given.cache_ram
     params.fit_params = False  # it would try context sizes until one fits this machine
     stop = {signal.SIGINT, signal.SIGTERM}

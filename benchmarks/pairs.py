@@ -21,13 +21,13 @@ def shape(parallel: int, context: int) -> tuple[str, ...]:
 
 @contextmanager
 def both(
-    parallel: int, context: int, *, strata: tuple[str, ...] = (), llama: tuple[str, ...] = (), cache_ram: int = 0
+    parallel: int, context: int, *, strata: tuple[str, ...] = (), cache_ram: int = 0
 ) -> Iterator[list[ServerProcess]]:
-    """Strata and llama-server (with further flags), started; only one may be given work at a time."""
+    """Strata (with further flags) and llama-server, started; only one may be given work at a time."""
     same = shape(parallel, context)
     with (
         serving(*same, "--flash-attention", "on", "--kv", "f16", *strata) as ours,
-        serving_llama(*same, "--cache-ram", str(cache_ram), *llama) as theirs,
+        serving_llama(*same, "--cache-ram", str(cache_ram)) as theirs,
     ):
         yield [ours, theirs]
 

@@ -88,11 +88,6 @@ class ServerProcess:
             time.sleep(0.02)
         raise RuntimeError("a park does not end")
 
-    def slot(self, number: int, action: str, name: str) -> int:
-        """Save a slot to a file, or restore it; the tokens that were, 0 when it was refused (an empty slot is)."""
-        answer = self._http.post(f"/slots/{number}?action={action}", json={"filename": name})
-        return int(answer.json()[f"n_{action}d"]) if answer.status_code == 200 else 0
-
     def ready(self) -> bool:
         try:
             return self._http.get("/health").status_code == 200

@@ -30,19 +30,11 @@ class Talk:
     def __init__(self, seed: int, sentences: int) -> None:
         self._seed = seed
         self._sentences = sentences
-        self._next = "Go on."
         self.messages: Messages = []
-
-    @classmethod
-    def behind(cls, other: Talk, text: str) -> Talk:
-        """What `other` has said so far, and then always `text`."""
-        talk = cls(0, 0)
-        talk.messages, talk._next = list(other.messages), text
-        return talk
 
     async def turn(self, server: ServerProcess, max_tokens: int) -> Answer:
         """The next turn: the first one is long, the others say little."""
-        text = self._next if self.messages else prose(self._sentences, seed=self._seed)
+        text = "Go on." if self.messages else prose(self._sentences, seed=self._seed)
         self.messages += question(text)
         answer = await ask(server.url, self.messages, max_tokens=max_tokens)
         self.messages.append({"role": "assistant", "content": answer.text})
@@ -52,39 +44,17 @@ class Talk:
 # ----------------------------------------------------------------------------------------------------------------- long
 
 
-async def long(folder: Path, rounds: int) -> dict[str, float]:
-    """Four write at once, each behind 4,000 tokens in a slot of its own.
-
-    One conversation is read by each server and put into the other slots from a file, which takes a quarter of the time.
-    """
-    saves = [folder / name for name in ("strata", "llama")]
-    for path in saves:
-        path.mkdir(parents=True)
-    ours, theirs = (("--slot-save-path", str(path)) for path in saves)
-    with both(
-        4, LONG_CONTEXT, strata=("--pool", "auto", "--session-min-free-mib", "0", *ours), llama=theirs
-    ) as servers:
+async def long(_folder: Path, rounds: int) -> dict[str, float]:
+    with both(4, LONG_CONTEXT, strata=("--pool", "auto")) as servers:
         engine = servers[0].status()["engine"]
         say(f"the pool is {engine['pool']}: {engine['pool_reason']}")
-        talks = {server.url: await in_every_slot(server, 4) for server in servers}
+        talks = {server.url: [Talk(3000 + i, LONG_SENTENCES) for i in range(4)] for server in servers}
 
-        async def write(server: ServerProcess, _: int) -> float:
-            return rate(list(await asyncio.gather(*(talk.turn(server, 48) for talk in talks[server.url]))))
+        async def write(server: ServerProcess, n: int) -> float:
+            answers = await asyncio.gather(*(talk.turn(server, 48 if n else 4) for talk in talks[server.url]))
+            return rate(list(answers))
 
         return {"decode_ratio_4_long": await in_turns("4 long, tokens/s", servers, write, rounds)}
-
-
-async def in_every_slot(server: ServerProcess, slots: int) -> list[Talk]:
-    """A long conversation that every slot holds; from here on they are different ones."""
-    talk = Talk(3000, LONG_SENTENCES)
-    answer = await talk.turn(server, 4)
-    held = [server.slot(slot, "save", f"slot{slot}") for slot in range(slots)]
-    assert max(held) > 1000, f"no slot was saved: {held}"
-    say(f"{answer.read_tokens} tokens read in {answer.ttft_s:.0f} s")
-    source = held.index(max(held))
-    for slot in set(range(slots)) - {source}:
-        assert server.slot(slot, "restore", f"slot{source}") == held[source], "a slot was not restored"
-    return [Talk.behind(talk, f"Go on, and begin with the number {i}.") for i in range(slots)]
 
 
 # --------------------------------------------------------------------------------------------------------------- agenda

@@ -112,9 +112,8 @@ def test_a_prefix_of_another_slot_is_copied(tmp_path: Path) -> None:
         one = complete(server, shared + " The first question?")
         two = complete(server, shared + " Another one, quite different?")
         assert two["cache"].startswith("source=fork") and two["cached"] > 0.9 * one["prompt"]
-        assert complete(server, shared + " The first question?" + one["text"] + " Yes?")["cache"].startswith(
-            "source=live"
-        )
+        again = complete(server, shared + " The first question?" + one["text"] + " Yes?")
+        assert again["cached"] > 0.9 * again["prompt"], "the copy took nothing from its source"
 
 
 @pytest.mark.parametrize("pool", OTHER)

@@ -45,7 +45,9 @@ class Talk:
 
 
 async def long(_folder: Path, rounds: int) -> dict[str, float]:
-    with both(4, LONG_CONTEXT) as servers:
+    with both(4, LONG_CONTEXT, strata=("--pool", "auto")) as servers:
+        engine = servers[0].status()["engine"]
+        say(f"the pool is {engine['pool']}: {engine['pool_reason']}")
         talks = {server.url: [Talk(3000 + i, LONG_SENTENCES) for i in range(4)] for server in servers}
 
         async def write(server: ServerProcess, n: int) -> float:

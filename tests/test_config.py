@@ -618,3 +618,17 @@ def test_a_reserve_without_a_folder_is_a_warning() -> None:
     assert load(flags(slot_save_path="/s", session_min_free_mib="1"), {}).warnings == ()
     warning = "--session-min-free-mib 1 is not used: --slot-save-path is empty"
     assert load(flags(session_min_free_mib="1"), {}).warnings == (warning,)
+
+
+def test_a_split_pool_is_not_shared() -> None:
+    message = message_of(flags(pool="split", pool_cells="600", parallel="2"))
+    assert "--pool-cells 600" in message and "--pool split" in message and "remove one" in message
+    assert load(flags(pool="split", parallel="2"), {}).warnings == ()
+    assert load(flags(pool="unified", pool_cells="600", parallel="2"), {}).warnings == ()
+
+
+def test_a_pool_that_stays_unified_is_a_warning() -> None:
+    warning = "--pool auto is unified: --pool-cells 600 is shared by all slots"
+    assert load(flags(pool="auto", pool_cells="600", parallel="2"), {}).warnings == (warning,)
+    for pool in ("auto", "split"):
+        assert load(flags(pool=pool), {}).warnings == (f"--pool {pool} is unified: --parallel is 1",)

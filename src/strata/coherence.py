@@ -69,6 +69,12 @@ def _check_access(config: Config) -> None:
             "(or --no-auth, if everybody who can connect may use it)",
             field="--host",
         )
+    if config.pool == "split" and config.pool_cells is not None:
+        raise ConfigError(
+            f"--pool-cells {config.pool_cells} is shared by all slots, but --pool split gives each slot cells of its "
+            "own (as many as --context): remove one of them",
+            field="--pool-cells",
+        )
     if config.kv[1] not in _FLOAT_KV_TYPES and config.flash_attention == "off":
         raise ConfigError(
             f"--kv {','.join(config.kv)} has a quantised V, which needs flash attention, but --flash-attention is off",
@@ -109,6 +115,10 @@ def _check_directories(config: Config) -> None:
 
 def _useless(config: Config) -> Iterator[str]:
     """What was given in vain, with the setting that makes it so."""
+    if config.pool == "auto" and config.pool_cells is not None:
+        yield f"--pool auto is unified: --pool-cells {config.pool_cells} is shared by all slots"
+    elif config.pool != "unified" and config.parallel == 1:
+        yield f"--pool {config.pool} is unified: --parallel is 1"
     for level, folder, mib in (
         (_COLD, config.conversation_cache_cold_dir, config.conversation_cache_cold_mib),
         (_WARM, config.conversation_cache_warm_dir, config.conversation_cache_warm_mib),

@@ -80,6 +80,15 @@ class Config:
     context: int | None = field(
         default=None, metadata=_is(whole(32, 1 << 24, auto=True), "tokens per slot; auto = the model's, capped")
     )
+    pool: str = field(
+        default="unified",
+        metadata=_is(
+            choice("auto", "unified", "split"),
+            "how slots share the K/V pool: unified = all cells for all, prefixes shared; split = cells of its own for "
+            "each slot, so that long conversations do not slow each other down, but each is copied whole when it is "
+            "parked, restored or forked; auto = as measured at the start",
+        ),
+    )
     pool_cells: int | None = field(
         default=None,
         metadata=_is(

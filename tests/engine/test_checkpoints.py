@@ -14,7 +14,7 @@ from tests.engine.rig import GREEDY
 from strata.engine import checkpoints, selftest
 from strata.engine.layout import BadState, Bytes
 from strata.engine.llama import Sampler
-from strata.engine.protocol import EngineSettings
+from strata.engine.protocol import EngineSettings, Remembered
 from strata.engine.startup import Served, load
 from strata.types import BLOCK_BYTES, PAGE, Tokens, pad_to_page
 
@@ -114,6 +114,7 @@ class Bench:
     def restore(self, slot: int, parked: Parked) -> None:
         self.put_rows(slot, parked)
         assert self.put(slot, parked) is None
+        assert self.slots.settle(slot) is None  # as a request does
         assert self.slots.held[slot] == parked.position and not self.slots.bare
 
     def payloads(self, parked: Parked) -> list[bytes]:
@@ -133,7 +134,7 @@ def bench(tiny_paths: dict[str, Path]) -> Iterator[MakeBench]:
         settings = EngineSettings(
             model_path=str(tiny_paths[name]), slots=3, context=LIMIT, flash_attention="on", read_chunk=READ, threads=1
         )
-        opened.append(load(msgspec.structs.replace(settings, **options), None, lambda stage, done: None))
+        opened.append(load(msgspec.structs.replace(settings, **options), Remembered(), lambda stage, done: None))
         assert opened[-1].info.mode == "checkpoints", opened[-1].info.mode_reason
         return Bench(opened[-1])
 
@@ -440,7 +441,7 @@ def test_a_model_of_unknown_layout_is_kept_as_images(
     settings = EngineSettings(
         model_path=str(tiny_paths[name]), slots=3, context=LIMIT, flash_attention="on", read_chunk=READ, threads=1
     )
-    served = load(settings, None, lambda stage, done: None)
+    served = load(settings, Remembered(), lambda stage, done: None)
     try:
         one = Bench(served)
         assert one.info.mode == "opaque" and "not today" in one.info.mode_reason and not one.info.cuttable
@@ -468,7 +469,9 @@ def test_nothing_that_can_be_kept(tiny_paths: dict[str, Path], monkeypatch: pyte
 
     monkeypatch.setattr(selftest._Trip, "go", refused)
     served = load(
-        EngineSettings(model_path=str(tiny_paths["mamba"]), slots=1, context=LIMIT), None, lambda stage, done: None
+        EngineSettings(model_path=str(tiny_paths["mamba"]), slots=1, context=LIMIT),
+        Remembered(),
+        lambda stage, done: None,
     )
     assert (served.info.mode, served.info.checkpoint_bytes, served.checkpoints) == ("opaque", 0, None)
     assert served.info.mode_reason == "the self-test failed: no; nor can its whole image be applied: no"

@@ -18,6 +18,7 @@ from strata.engine.protocol import (
     EngineSettings,
     Event,
     Finished,
+    Remembered,
     Run,
     RunFailed,
     Shutdown,
@@ -48,7 +49,7 @@ class Stage:
     def __init__(self, path: Path, *, slots: int = 3, **options: Any) -> None:
         options = {"read_chunk": 64, "agenda": True, "context": 256, **options}
         settings = EngineSettings(model_path=str(path), slots=slots, flash_attention="on", threads=1, **options)
-        self.served = load(settings, None, lambda stage, done: None)
+        self.served = load(settings, Remembered(), lambda stage, done: None)
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.events: list[Event] = []
         self.loop = Loop(self.served, Chunks(None), self.inbox, self._take)

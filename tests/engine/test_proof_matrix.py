@@ -33,7 +33,7 @@ from strata.cache.sessions import SessionMover, SessionState
 from strata.engine.client import EngineClient
 from strata.engine.layout import Bytes
 from strata.engine.llama import Sampler
-from strata.engine.protocol import EngineSettings, Run, pack_tokens
+from strata.engine.protocol import EngineSettings, Remembered, Run, pack_tokens
 from strata.engine.startup import Served, load
 from strata.rules import prefix
 from strata.store.level import Level
@@ -225,7 +225,7 @@ class Placed(Bench):
 @every_configuration
 def test_a_window_in_its_old_place_says_the_same(options: dict[str, str], model_paths: dict[str, Path]) -> None:
     wanted = msgspec.structs.replace(settings(model_paths, "gemma3", options), spare_checkpoints=4)
-    served = load(wanted, None, lambda stage, done: None)
+    served = load(wanted, Remembered(), lambda stage, done: None)
     try:
         one = Placed(served)
         for n in (513, 1024):

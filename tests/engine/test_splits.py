@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from strata.engine.layout import Bytes
-from strata.engine.protocol import EngineSettings
+from strata.engine.protocol import EngineSettings, Remembered
 from strata.engine.startup import Served, load
 from strata.types import StageShape, Tokens, pad_to_page
 
@@ -38,7 +38,7 @@ def serve(tiny_paths: dict[str, Path]) -> Iterator[MakeServed]:
             threads=1,
             layer_split=split,
         )
-        opened.append(load(msgspec.structs.replace(settings, **options), None, lambda stage, done: None))
+        opened.append(load(msgspec.structs.replace(settings, **options), Remembered(), lambda stage, done: None))
         return opened[-1]
 
     yield make

@@ -12,7 +12,7 @@ from tests.engine.conftest import MakeContext
 from strata.engine import measure, startup
 from strata.engine.llama import Context, Model
 from strata.engine.measure import FlashChoice, Times, choose_flash_attention, decide
-from strata.engine.protocol import EngineSettings
+from strata.engine.protocol import EngineSettings, Remembered
 from strata.engine.startup import Served, load
 from strata.engine.values import ContextShape
 from strata.errors import ModelError
@@ -29,7 +29,7 @@ def served(tiny_paths: dict[str, Path]) -> Iterator[Serve]:
     def serve(name: str, **options: object) -> Served:
         settings = EngineSettings(model_path=str(tiny_paths[name]), slots=2)
         settings = msgspec.structs.replace(settings, **{**QUIET, **options})
-        opened.append(load(settings, None, lambda stage, done: None))
+        opened.append(load(settings, Remembered(), lambda stage, done: None))
         return opened[-1]
 
     yield serve

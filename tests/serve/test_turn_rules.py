@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from tests.serve.workbench import LIMIT_S, Workbench, ask, later, no_hook, play, ticks, until, words
 
-from strata.engine.protocol import Prepared
+from strata.engine.protocol import Done, Prepared
 from strata.errors import EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.serve.request import Admitted, Completed, Reading, Started, Text, TurnRequest
@@ -104,6 +105,32 @@ def test_a_sub_agent_forks_what_it_shares_with_a_running_turn(tmp_path: Path) ->
         assert not running.done(), "the parent was to be running still"
         assert forked.report.source == "fork"
         assert forked.report.reused >= len(SYSTEM)
+        assert await running is not None
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("parked", [True, False])
+def test_a_fork_that_is_refused_is_restored_or_read(
+    tmp_path: Path, parked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a split pool has no memory for the copy."""
+
+    async def scenario(bench: Workbench) -> None:
+        async def refused(source: int, target: int, n: int) -> Done:
+            return Done(job=0, ok=False, held=0, reason="no memory")
+
+        bench.engine.fork = refused  # type: ignore[method-assign]
+        parent = ask("first", system=SYSTEM, max_tokens=200)
+        if parked:
+            await bench.whole(parent)
+        running = asyncio.create_task(bench.turn(parent))
+        await until(lambda: bench.slots.all[0].doing == "active")
+        with caplog.at_level(logging.INFO):
+            child = await bench.turn(ask("second", system=SYSTEM))
+        assert child is not None and child.report.source == ("cold" if parked else "none")
+        assert (child.report.reused >= len(SYSTEM)) == parked
+        assert [m for m in caplog.messages if "slot 1 restores or reads what slot 0 holds too: no memory" in m]
         assert await running is not None
 
     play(scenario, tmp_path)

@@ -22,6 +22,16 @@ def test_a_choice_is_kept_per_model(tmp_path) -> None:
     assert [again.flash_attention(model) for model in "abc"] == [True, False, None]
 
 
+def test_the_kind_of_pool_is_kept_beside_it(tmp_path) -> None:
+    choices = Choices(Disk(), tmp_path)
+    choices.keep_flash_attention("a", True)
+    assert choices.split_pool("a") is None
+    choices.keep_split_pool("a", False)
+    choices.keep_split_pool("a x4", True)
+    again = Choices(Disk(), tmp_path)
+    assert [again.flash_attention("a"), again.split_pool("a"), again.split_pool("a x4")] == [True, False, True]
+
+
 def test_what_a_killed_process_left_is_overwritten(tmp_path) -> None:
     (tmp_path / (CHOICES_NAME + ".tmp")).write_text("torn")
     choices = Choices(Disk(), tmp_path)

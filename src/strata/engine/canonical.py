@@ -23,8 +23,8 @@ def canonical(state: State, first: int = 0) -> State:
 
 
 def canonical_blob(blob: Bytes, found: State, wanted: State) -> Bytes:
-    """`build(wanted)`, the canonical form of what was `found` in `blob`: in place when no row has to move."""
-    if any(old.first is not new.first for old, new in zip(found.parts, wanted.parts, strict=True)):
+    """`build(wanted)`, the canonical form of what was `found` in `blob`: in place when nothing has to move."""
+    if any(old.first is not new.first or old.streams > 1 for old, new in zip(found.parts, wanted.parts, strict=True)):
         return build(wanted)
     blob[4:8] = 0  # the sequence
     for part in wanted.parts:
@@ -34,6 +34,7 @@ def canonical_blob(blob: Bytes, found: State, wanted: State) -> Bytes:
 
 
 def _ordered(part: Part, first: int) -> Part:
+    part = replace(part, streams=1)
     if part.kind is Kind.RECURRENT or not len(part.cells):
         return part
     order = np.argsort(part.cells[:, 0], kind="stable")

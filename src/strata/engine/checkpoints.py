@@ -1,10 +1,11 @@
 """Checkpoints: the part of a sequence's memory that cannot be cut (recurrent, sliding window), at one position.
 
 `CheckpointFormat` is pure: the canonical payload of a checkpoint, how large it is, and whether given bytes are one.
-`Checkpoints` holds deferred copies in spare sequences (metadata only, so a running slot is not delayed), hands their
-payload out and puts one into a slot. Where the layout of a model's state is not known, a checkpoint is the whole image
-of a sequence: the same calls, without rows and without a check of the contents beyond the first word. Chunked windows
-(Llama 4) are refused at capture. Which positions deserve a checkpoint is decided by the front.
+`Checkpoints` holds deferred copies in spare sequences (metadata only, so a running slot is not delayed; a split pool
+shares nothing, so there it copies at once), hands their payload out and puts one into a slot. Where the layout of a
+model's state is not known, a checkpoint is the whole image of a sequence: the same calls, without rows and without a
+check of the contents beyond the first word. Chunked windows (Llama 4) are refused at capture. Which positions deserve a
+checkpoint is decided by the front.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from strata.engine.layout import (
     Layout,
     Part,
     State,
+    build,
     parse,
 )
 from strata.engine.llama import Context
@@ -62,10 +64,11 @@ class PartFormat:
         )
 
     def check(self, part: Part, first: int, position: int) -> None:
-        if (tuple(t.head for t in part.tensors), part.n_layers, part.transposed) != (
+        if (tuple(t.head for t in part.tensors), part.n_layers, part.transposed, part.streams) != (
             self.heads,
             self.n_layers,
             self.transposed,
+            1,
         ):
             raise BadState(f"its {self.kind.value} tensors are not those of this model")
         expected = np.arange(first, position) if self.kind is Kind.ATTENTION else np.array([position - 1])
@@ -126,6 +129,12 @@ class CheckpointFormat:
         self._check(wanted, position)
         return canonical_blob(blob, found, wanted)
 
+    def blob(self, payload: Bytes, streams: int) -> Bytes:
+        """A checked payload as a context of so many streams takes it."""
+        if self.layout is None or streams == 1:
+            return payload
+        return build(parse(payload, self.layout, self.cells, checkpoint=True), streams)
+
     def check(self, payload: Bytes, position: int) -> None:
         """Raises BadState unless `payload` is a canonical checkpoint of `position`."""
         if self.layout is None:
@@ -143,7 +152,10 @@ class CheckpointFormat:
 
 @dataclass(slots=True, kw_only=True)
 class Pending:
-    """A deferred copy: a spare sequence that shares what `position` needs. `payload` while blocks are handed out."""
+    """A deferred copy: a spare sequence that shares what `position` needs. `payload` while blocks are handed out.
+
+    In a split pool the payload is there from the start, and the number of the sequence only counts.
+    """
 
     sequence: int
     position: int
@@ -161,12 +173,13 @@ class _Arriving:
 
 
 class Checkpoints:
-    """The checkpoints of one context. `spares`: sequence ids that belong to nobody else."""
+    """The checkpoints of one context. `spares`: sequence ids that belong to nobody else; of a split pool, any."""
 
     def __init__(self, context: Context, slots: Slots, fmt: CheckpointFormat, *, spares: range, head_room: int) -> None:
         self.pending: dict[int, Pending] = {}
         """What is held, by checkpoint id. Ids are never used twice."""
         self._context = context
+        self._is_split = context.streams > 1
         self._slots = slots
         self._format = fmt
         self._free = list(spares)
@@ -179,30 +192,46 @@ class Checkpoints:
 
     def hold(self, slot: int) -> int | str:
         """A deferred copy of what `slot` holds now; its id, or why there is none."""
-        self._slots.check(slot)
+        refusal = self._slots.settle(slot)
+        if refusal is not None:
+            return refusal
         position = self._slots.held[slot]
         if not position or slot in self._slots.bare:
             return f"slot {slot} holds nothing that can be resumed"
         if not self._free:
             return "no spare sequence: capture or release a checkpoint first"
         sequence = self._free.pop()
+        held = self._copy(slot, position, sequence) if self._is_split else self._share(slot, position, sequence)
+        if isinstance(held, str):
+            self._free.append(sequence)
+            return held
+        self._ids += 1
+        self.pending[self._ids] = held
+        return self._ids
+
+    def _share(self, slot: int, position: int, sequence: int) -> Pending | str:
         self._context.share(slot, sequence, self._format.first(position), position)
         if self._context.last_position(sequence) != position - 1:
             self._context.remove(sequence)
-            self._free.append(sequence)
             return f"slot {slot} could not be shared at {position}"
         size = self._format.payload_bytes(position)
         if self._format.is_image:
             size = self._context.state_size(sequence)
-        self._ids += 1
-        self.pending[self._ids] = Pending(sequence=sequence, position=position, payload_bytes=size)
-        return self._ids
+        return Pending(sequence=sequence, position=position, payload_bytes=size)
+
+    def _copy(self, slot: int, position: int, number: int) -> Pending | str:
+        try:
+            payload = self._format.payload(self._context.state(slot, checkpoint=True), position)
+        except BadState as error:
+            return f"the checkpoint at {position} is not usable: {error}"
+        return Pending(sequence=number, position=position, payload_bytes=len(payload), payload=payload)
 
     def release(self, checkpoint: int) -> Refusal:
         held = self.pending.pop(checkpoint, None)
         if held is None:
             return f"checkpoint {checkpoint} is not held"
-        self._context.remove(held.sequence)
+        if not self._is_split:
+            self._context.remove(held.sequence)
         self._free.append(held.sequence)
         return None
 
@@ -224,7 +253,7 @@ class Checkpoints:
         room = self._head_room
         span[room : room + n] = held.payload[offset : offset + n]
         span[room + n : room + pad_to_page(n)] = 0
-        if offset + n == held.payload_bytes:
+        if offset + n == held.payload_bytes and not self._is_split:
             self._keep(held)  # it can be made again while the checkpoint is held
         return None
 
@@ -289,24 +318,32 @@ class Checkpoints:
 
     def _put(self, slot: int, position: int, payload: Bytes) -> Refusal:
         """Rows come first, the checkpoint last (ENGINE.md §0.7). Refused before llama.cpp: the slot is as it was."""
-        slots, context = self._slots, self._context
+        slots = self._slots
         try:
             self._format.check(payload, position)
         except BadState as error:
             return f"the checkpoint at {position} is not usable: {error}"
+        refusal = slots.settle(slot)
+        if refusal is not None:
+            return refusal
         held = slots.held[slot]
         if slots.has_rows and held < position:
             return f"slot {slot} holds the rows of {held} tokens, not {position}"
         if not slots.has_rows:
             slots.clear(slot)
-        taken = context.state_set(payload, slot, checkpoint=not self._format.is_image)
+        return self._set(slot, payload, position, held)
+
+    def _set(self, slot: int, payload: Bytes, position: int, held: int) -> Refusal:
+        """Put a checkpoint behind the rows of a slot that holds `held`; what lies behind it goes."""
+        slots, context = self._slots, self._context
+        blob = self._format.blob(payload, context.streams)
+        taken = context.state_set(blob, slot, checkpoint=not self._format.is_image)
         if taken and slots.has_rows and held > position:
             taken = context.remove(slot, position)
         if not (taken and slots.is_proved(slot, position)):
             slots.clear(slot)
             return f"llama.cpp refused the checkpoint at {position}"
-        slots.held[slot] = position
-        slots.bare.discard(slot)
+        slots.note_held(slot, position)
         return None
 
     # ------------------------------------------------------------------------------------------------------------- fork
@@ -324,6 +361,11 @@ class Checkpoints:
         if slots.has_rows and slots.held[source] < position:
             return f"slot {source} holds {slots.held[source]} tokens, not {position}"
         slots.clear(target)
+        if self._is_split:
+            assert held.payload is not None, "it was copied when it was held"
+            if slots.has_rows:
+                slots.copy(source, target, slots.held[source])
+            return self._set(target, held.payload, position, slots.held[source])
         first = self._format.first(position)
         if slots.has_rows and first:
             context.share(source, target, 0, first)

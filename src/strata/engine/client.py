@@ -33,6 +33,7 @@ from strata.engine.protocol import (
     Prepare,
     Prepared,
     ReleaseCheckpoint,
+    Remembered,
     Run,
     Steps,
     Trim,
@@ -64,7 +65,7 @@ class EngineClient:
         *,
         on_loading: Callable[[Loading], None] | None = None,
         on_restart: Callable[[EngineInfo], None] | None = None,
-        remembered_flash_attention: bool | None = None,
+        remembered: Remembered | None = None,
         silent_limit_s: float = 0,
     ) -> None:
         """`silent_limit_s`: after how long without an answer a process is replaced; 0 = never."""
@@ -73,7 +74,7 @@ class EngineClient:
         self._arena = arena
         self._on_loading = on_loading
         self._on_restart = on_restart
-        self._flash_attention = remembered_flash_attention
+        self._remembered = remembered or Remembered()
         self._silent_limit_s = silent_limit_s
         self._process: EngineProcess | None = None
         self._info: EngineInfo | None = None
@@ -159,7 +160,7 @@ class EngineClient:
         attached = len(self._chunks)
         process = await EngineProcess.spawn(self._chunks[:attached], self._silent_limit_s)
         try:
-            info = await process.load(self._settings, self._flash_attention, self._on_loading)
+            info = await process.load(self._settings, self._remembered, self._on_loading)
             if self._info is not None and info.fingerprint != self._info.fingerprint:
                 raise ModelError(f"the model file {info.model_path} has changed; restart the server to use it")
         except BaseException:
@@ -168,7 +169,7 @@ class EngineClient:
         for chunk in self._chunks[attached:]:  # made while the model was loading
             process.attach(chunk)
         self._info = info
-        self._flash_attention = info.flash_attention
+        self._remembered = Remembered(flash_attention=info.flash_attention, split_pool=info.pool == "split")
         self._generation += 1
         self._become("ready")
         return process

@@ -26,6 +26,7 @@ TENSOR_HEAD_BYTES = 12
 _MAX_LAYERS = 4096
 _MAX_ROW_BYTES = 1 << 30
 _TYPES = 64  # ggml type ids lie below this
+_MAX_STREAMS = 256
 
 
 class BadState(ValueError):
@@ -89,6 +90,7 @@ class Part:
     first: tuple[Tensor, ...]
     second: tuple[Tensor, ...]
     cells_at: int = 0
+    streams: int = 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -195,13 +197,22 @@ def _tensors(reader: _Reader, count: int, n_cells: int, *, transposed: bool = Fa
 
 def _attention(reader: _Reader, layers: tuple[int, ...], fmt: CellFormat) -> Part:
     streams = reader.u32()
-    if streams != 1:
-        raise BadState(f"{streams} streams in a unified cache")
-    n_cells = reader.u32()
+    if not 1 <= streams <= _MAX_STREAMS:
+        raise BadState(f"{streams} streams")
+    cells = reader.words(0, fmt.words)
+    part = Part(kind=Kind.ATTENTION, layers=layers, cells=cells, n_layers=0, transposed=False, first=(), second=())
+    for _ in range(streams):
+        n_cells = reader.u32()
+        if n_cells and len(part.cells):
+            raise BadState("one sequence in two streams")
+        part = _stream(reader, layers, fmt, n_cells) if n_cells else part
+    return replace(part, streams=streams)
+
+
+def _stream(reader: _Reader, layers: tuple[int, ...], fmt: CellFormat, n_cells: int) -> Part:
+    """The cells of the one stream that has any."""
     cells_at = reader.at
     cells = reader.words(n_cells, fmt.words)
-    if not n_cells:
-        return Part(kind=Kind.ATTENTION, layers=layers, cells=cells, n_layers=0, transposed=False, first=(), second=())
     if (cells[:, 0] < 0).any() or (cells[:, 1] != 1).any():
         raise BadState("a cell without a position or with other than one sequence id")
     v_trans, n_layers = reader.u32(), reader.u32()
@@ -287,21 +298,25 @@ def token_bytes(state: State) -> int:
 # ------------------------------------------------------------------------------------------------------------- building
 
 
-def build(state: State) -> Bytes:
-    """The blob of `state`: the inverse of `parse`. Rows are copied once."""
+def build(state: State, streams: int = 1) -> Bytes:
+    """The blob of `state` for a context of so many streams: the inverse of `parse`. Rows are copied once.
+
+    The cells stand in the first stream: llama.cpp puts them into that of the sequence they are for.
+    """
     out: list[bytes | Bytes] = [struct.pack("<Ii", MAGIC, state.sequence)]
     for part in state.parts:
         n_cells = len(part.cells)
         if part.kind is Kind.ATTENTION:
-            out.append(struct.pack("<II", 1, n_cells))
-            if not n_cells:
-                continue
+            out.append(struct.pack("<II", streams, n_cells))
         else:
             out.append(struct.pack("<I", n_cells))
-        out.append(part.cells.astype("<i4").tobytes())
-        out.append(struct.pack("<II", part.transposed, part.n_layers))
-        for tensor in part.tensors:
-            out += (tensor.head, tensor.rows)
+        if n_cells or part.kind is Kind.RECURRENT:
+            out.append(part.cells.astype("<i4").tobytes())
+            out.append(struct.pack("<II", part.transposed, part.n_layers))
+            for tensor in part.tensors:
+                out += (tensor.head, tensor.rows)
+        if part.kind is Kind.ATTENTION:
+            out.append(bytes(4 * (streams - 1)))  # the other streams are empty
     return _joined(out)
 
 

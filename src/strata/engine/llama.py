@@ -46,6 +46,7 @@ _LOG_ERROR = 4
 _LAYOUT_PREFIXES = (b"llama_kv_cache: ", b"llama_memory_recurrent")
 _BytePointer = ctypes.POINTER(ctypes.c_uint8)
 _Abort = api.ggml_abort_callback
+_NONE = -1  # a sequence that does not exist
 
 
 # ------------------------------------------------------------------------------------------------------------------ log
@@ -92,8 +93,7 @@ class Model:
             return True
 
         params = api.llama_model_default_params()
-        callback = api.llama_progress_callback(report)
-        params.progress_callback = callback
+        params.progress_callback = api.llama_progress_callback(report)  # which `params` keeps alive
         if gpu_layers is not None:
             params.n_gpu_layers = gpu_layers
         if layer_split:
@@ -146,8 +146,7 @@ class Vocabulary:
         """How a token is written in the vocabulary; empty for ids outside it (-1: a model without that token)."""
         if not 0 <= token < self.n_tokens:
             return ""
-        text: bytes = api.llama_vocab_get_text(self._pointer, token)
-        return text.decode(errors="replace")
+        return bytes(api.llama_vocab_get_text(self._pointer, token)).decode(errors="replace")
 
     def is_marker(self, token: int) -> bool:
         """Whether a token is a control or user-defined one."""
@@ -201,7 +200,7 @@ class Vocabulary:
 
 
 class Context:
-    """One llama_context with a unified K/V pool. Owned by one thread.
+    """One llama_context, its K/V pool shared by all sequences or split into a stream for each. Owned by one thread.
 
     A step fills `token`, `position`, `sequence` and `want` (logits wanted: 0 or 1) up to some row and calls `decode`.
     """
@@ -209,10 +208,10 @@ class Context:
     def __init__(self, model: Model, shape: ContextShape) -> None:
         if not 2 <= shape.sequences <= MAX_SEQUENCES:
             raise ValueError(f"{shape.sequences} sequences; llama.cpp takes at most {MAX_SEQUENCES}")
-        self.model = model
-        self.shape = shape
-        self.transfer = shape.sequences - 1
-        self.empty = shape.sequences - 2
+        self.model, self.shape = model, shape
+        self.streams = 1 if shape.unified else shape.sequences
+        self.transfer = shape.sequences - 1 if shape.unified else _NONE
+        self.empty = shape.sequences - 2 if shape.unified else _NONE
         """A sequence that never holds anything (with at least one more for a slot)."""
         params = api.llama_context_default_params()
         params.n_ctx = shape.cells
@@ -222,7 +221,7 @@ class Context:
         params.n_threads = params.n_threads_batch = shape.threads
         params.flash_attn_type = int(shape.flash_attention)
         params.type_k, params.type_v = KV_TYPES[shape.kv_k], KV_TYPES[shape.kv_v]
-        params.kv_unified = True
+        params.kv_unified = shape.unified
         params.swa_full = shape.swa_full
         _log.layout.clear()
         last_errors()
@@ -311,11 +310,12 @@ class Context:
 
     def remove(self, sequence: int, start: int = 0, end: int = -1) -> bool:
         """Drop positions [start, end), -1 = all; False when this memory cannot be cut there (nothing changed then)."""
-        first = start if start > 0 else -1
-        return bool(api.llama_memory_seq_rm(self._memory, self._checked(sequence), first, end))
+        return bool(api.llama_memory_seq_rm(self._memory, self._checked(sequence), start if start > 0 else -1, end))
 
     def share(self, source: int, target: int, start: int, end: int) -> None:
         """Let `target` hold positions [start, end) of `source` too. Recurrent state is shared as a whole."""
+        if self.streams > 1:  # llama.cpp would abort
+            raise ValueError("the sequences of a split pool share nothing")
         api.llama_memory_seq_cp(self._memory, self._checked(source), self._checked(target), start, end)
 
     def clear(self) -> None:
@@ -343,9 +343,9 @@ class Context:
     def state_set(self, data: NDArray[np.uint8], into: int | None = None, *, checkpoint: bool = False) -> bool:
         """Put a state into the transfer sequence; False when it was refused (it may hold parts of it then).
 
-        Only a checkpoint or a whole image goes straight `into` a slot: sharing it on would lose its recurrent part.
+        Straight `into` a slot goes what sharing on would lose (a checkpoint), and everything in a split pool.
         """
-        pointer, target = data.ctypes.data_as(_BytePointer), self.transfer if into is None else self._checked(into)
+        pointer, target = data.ctypes.data_as(_BytePointer), self._checked(self.transfer if into is None else into)
         taken = api.llama_state_seq_set_data_ext(self._pointer, pointer, len(data), target, int(checkpoint))
         return int(taken) == len(data)
 

@@ -41,6 +41,7 @@ from strata.engine.protocol import (
     Prepared,
     Progress,
     Ready,
+    Remembered,
     Resume,
     Run,
     RunFailed,
@@ -129,12 +130,12 @@ class EngineProcess(asyncio.SubprocessProtocol):
     async def load(
         self,
         settings: EngineSettings,
-        remembered_flash_attention: bool | None,
+        remembered: Remembered,
         on_loading: Callable[[Loading], None] | None,
     ) -> EngineInfo:
         """Load the model. Raises ModelError or ConfigError when it cannot be served."""
         self._on_loading = on_loading
-        self._send(Load(settings=settings, remembered_flash_attention=remembered_flash_attention))
+        self._send(Load(settings=settings, remembered=remembered))
         waited: list[asyncio.Future[Any]] = [self._loaded, self._ended]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not self._loaded.done():

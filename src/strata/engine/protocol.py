@@ -18,7 +18,7 @@ import numpy as np
 
 from strata.engine.checkpoint_messages import ApplyCheckpoint, CaptureCheckpoint, Held, Hold, ReleaseCheckpoint
 from strata.engine.pool_messages import Compact, Paused, Resume
-from strata.engine.values import EngineInfo, EngineSettings, Message, Ping, Pong, Sampling, Steps, Timing
+from strata.engine.values import EngineInfo, EngineSettings, Message, Ping, Pong, Remembered, Sampling, Steps, Timing
 from strata.types import Span, StageShape, Tokens
 
 # All of the contract can be imported from here; these are defined elsewhere.
@@ -34,6 +34,7 @@ __all__ = [
     "Ping",
     "Pong",
     "ReleaseCheckpoint",
+    "Remembered",
     "Resume",
     "Sampling",
     "Steps",
@@ -60,8 +61,7 @@ class Load(Message, frozen=True):
     """First command: load the model. Events: Loading*, then Ready or LoadFailed."""
 
     settings: EngineSettings
-    # Choice remembered from an earlier run for the same machine and model (None = measure when "auto").
-    remembered_flash_attention: bool | None = None
+    remembered: Remembered = Remembered()
 
 
 class AttachChunk(Message, frozen=True):
@@ -128,7 +128,8 @@ class Cancel(Message, frozen=True):
 
 
 class Fork(Message, frozen=True):
-    """Make `target` hold positions [0, n) of `source` (metadata only). `target` loses what it held. Event: Done.
+    """Make `target` hold positions [0, n) of `source` (metadata only; a copy in a split pool). `target` loses what it
+    held. Event: Done.
 
     Memory that cannot be cut is forked whole (n = what `source` holds) or at a held `checkpoint`, whose position n must
     be and whose rows `source` must still hold. A sliding window may be forked anywhere while its rows are there.

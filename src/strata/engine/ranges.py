@@ -51,6 +51,8 @@ class RangeFormat:
     window_base_bytes: int = 0  # a window that is not empty takes so much more, and ...
     window_token_bytes: int = 0  # ... so much for each of its cells, of which there are at most those of the range
     has_recurrent: bool = False
+    heads: tuple[bytes, ...] = ()  # of every K, then of every V: what each payload must begin its tensors with
+    n_windows: int = 0
 
     @classmethod
     def of(cls, state: State, layout: Layout, cells: CellFormat) -> RangeFormat:
@@ -72,6 +74,8 @@ class RangeFormat:
             window_token_bytes=sum(_WORD * cells.words for _ in windows)
             + sum(tensor.rows.nbytes // tensor.rows.shape[tensor.cell_axis] for tensor in tensors),
             has_recurrent=any(other.kind is Kind.RECURRENT for other in others),
+            heads=tuple(tensor.head for tensor in part.tensors),
+            n_windows=len(windows),
         )
 
     @cached_property
@@ -106,6 +110,11 @@ class RangeFormat:
         """The most that follows the body in a captured blob."""
         return len(self.tail) + self.window_base_bytes + n_cells * self.window_token_bytes
 
+    def tail_in(self, streams: int) -> bytes:
+        """`tail` in a context of so many streams: only caches that attend have them, and those come first."""
+        empty = struct.pack(f"<{1 + streams}I", streams, *(0 for _ in range(streams)))
+        return empty * self.n_windows + self.tail[2 * _WORD * self.n_windows :]
+
     def fits_tail(self, tail: Bytes) -> bool:
         """Whether what follows a captured body is as expected: nothing recurrent, perhaps rows of a window."""
         if self.window_base_bytes:
@@ -122,7 +131,7 @@ class RangeFormat:
         """The payload geometry of each layer range [first, end) that holds rows; the others have no payload."""
         shapes = []
         for first, end in stages:
-            held = self._held(first, end)
+            held = self.held(first, end)
             if held.start == held.stop:
                 continue
             k, v = self.k_row_bytes[held], self.v_row_bytes[held]
@@ -143,14 +152,14 @@ class RangeFormat:
 
     def sections(self, stage: StageShape, n_cells: int) -> tuple[slice, slice]:
         """Where a stage's K and V lie in a blob's body of `n_cells`."""
-        held = self._held(stage.layer_first, stage.layer_end)
+        held = self.held(stage.layer_first, stage.layer_end)
         k_first = self._span(self.k_row_bytes[: held.start], n_cells)
         k_end = k_first + self._span(self.k_row_bytes[held], n_cells)
         v_first = self._span(self.k_row_bytes, n_cells) + self._span(self.v_row_bytes[: held.start], n_cells)
         v_end = v_first + self._span(self.v_row_bytes[held], n_cells)
         return slice(k_first, k_end), slice(v_first, v_end)
 
-    def _held(self, first: int, end: int) -> slice:
+    def held(self, first: int, end: int) -> slice:
         """Indices of this cache's layers that lie in [first, end)."""
         below = sum(layer < first for layer in self.layers)
         return slice(below, below + sum(first <= layer < end for layer in self.layers))

@@ -20,6 +20,7 @@ from strata.engine.layout import BadState, Bytes, CellFormat, Kind, Layout, Stat
 from strata.engine.llama import Context, Model
 from strata.engine.ranges import RangeFormat
 from strata.engine.slots import Slots
+from strata.engine.streams import slots_of
 from strata.rules.stages import LayerRange
 from strata.types import BLOCK_BYTES, PAGE, StageShape, pad_to_page
 
@@ -71,7 +72,7 @@ def _test(model: Model, context: Context, stages: Sequence[LayerRange]) -> Proof
         return _image(context, tokens, f"the layout of its state is not known: {error}", transposed=False)
     transposed = any(part.transposed for part in state.parts)
     thirds = _thirds(model.n_layers)
-    if not np.array_equal(build(join(split(state, thirds))), blob):
+    if not np.array_equal(build(join(split(state, thirds)), context.streams), blob):
         return _image(context, tokens, "its state cannot be split by layers", transposed=transposed)
     window = model.sliding_window if _slides(context.layout) else 0
     cut_window = 0 if model.is_hybrid else window  # hybrid memory is never cut, window or not
@@ -139,12 +140,13 @@ class _Trip:
         self._context = context
         self._rows = rows
         self._head_room = rows.head_room if rows else PAGE
-        # plain attention does not use the empty sequence; other memory has a spare one
-        self._other = context.empty if checkpoint is None else context.empty - 1
+        # plain attention does not use the empty sequence; other memory has a spare one; streams are those of slots
+        unused = context.empty if checkpoint is None else context.empty - 1
+        self._other = unused if context.streams == 1 else 1
         one = [(0, thirds[-1][1])]
         shapes = [rows.stage_shapes(ranges) if rows else () for ranges in (one, thirds)]
         self._whole, self._parted = (
-            Slots(context, 1, _TOKENS, cuttable=True, window=window, format=rows, stages=stages) for stages in shapes
+            slots_of(context, 1, _TOKENS, cuttable=True, window=window, format=rows, stages=stages) for stages in shapes
         )
         self._shapes = shapes
         self._checkpoints = None
@@ -167,6 +169,7 @@ class _Trip:
         self._context.feed(self._other, tokens[_TOKENS:], 0)
         if self._rows:
             refusal = self._parted.apply(0, 0, _TOKENS, 0, _TOKENS, pieces, tokens[:_TOKENS])
+            refusal = refusal or self._parted.settle(0)
         refusal = refusal or self._put(saved)
         if refusal:
             return refusal

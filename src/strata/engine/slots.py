@@ -78,6 +78,7 @@ class Slots:
             return True
         # the rows are not in the positions of a window: count them
         rows = fmt.head_bytes(n) + fmt.body_bytes(n) - _BLOB_HEAD_BYTES
+        rows += 4 * (context.streams - 1)  # the counts of the others
         return context.state_size(slot) - context.state_size(slot, checkpoint=True) == rows
 
     def _covers(self, slot: int, n: int) -> bool:
@@ -85,6 +86,16 @@ class Slots:
         if not self._window or not n:
             return True
         return 0 <= self._context.first_position(slot) <= max(0, n - self._window + 1)
+
+    def settle(self, slot: int) -> Refusal:
+        """Put what was applied where llama.cpp can use it, if it is not there yet (streams.py)."""
+        self.check(slot)
+        return None
+
+    def note_held(self, slot: int, n: int) -> None:
+        """A checkpoint made the slot hold exactly positions [0, n)."""
+        self.held[slot] = n
+        self.bare.discard(slot)
 
     # ---------------------------------------------------------------------------------------------- metadata operations
 
@@ -123,13 +134,17 @@ class Slots:
             return f"this model's memory can only be shared whole ({held} tokens), not up to {n}"
         self.clear(target)
         if n:
-            self._context.share(source, target, 0, n)
+            self.copy(source, target, n)
             if self._context.last_position(target) != n - 1 or not self._covers(target, n):
                 self.clear(target)
                 return f"slot {target} did not take {n} tokens of slot {source}"
             self.held[target] = n
             self._forks.add(frozenset((source, target)))
         return None
+
+    def copy(self, source: int, target: int, n: int) -> None:
+        """Give an empty slot positions [0, n) of another one: here, by sharing its cells."""
+        self._context.share(source, target, 0, n)
 
     def clear(self, slot: int) -> None:
         self._context.remove(slot)
@@ -235,20 +250,10 @@ class Slots:
         `stages`: of the split that the block was captured in; empty: of this one.
         """
         stages = stages or self._stages
-        if self._format is not None and not self._format.is_split(stages):
-            return f"the stages of [{start}, {end}) are not a split of this model's layers"
-        fmt, n = self._checked_block(slot, start, end, spans, stages)
-        if not start <= from_ < upto <= end:
-            raise ValueError(f"[{from_}, {upto}) does not lie in the block [{start}, {end})")
-        if len(tokens) != n:
-            raise ValueError(f"{len(tokens)} tokens for a block of {n}")
-        if self.held[slot] != from_:
-            return f"slot {slot} holds {self.held[slot]} tokens, not {from_}"
-        if upto > self.limit:
-            return f"{upto} tokens exceed the slot's {self.limit}"
-        extra = self._extra(fmt, stages[0], spans[0], n)
-        if extra is not None and not np.array_equal(extra[:, 2], tokens):
-            return f"the block [{start}, {end}) was captured of other tokens"
+        found = self._block_to_apply(slot, start, end, from_, upto, spans, tokens, stages)
+        if isinstance(found, str):
+            return found
+        fmt, n, extra = found
         head_bytes = fmt.head_bytes(n)
         end_of_body = head_bytes + fmt.body_bytes(n)
         blob = self._blob(fmt, n, spans, stages)[: end_of_body + len(fmt.tail)]
@@ -268,6 +273,34 @@ class Slots:
             return f"slot {slot} did not take [{from_}, {upto})"
         self.held[slot] = upto
         return None
+
+    def _block_to_apply(
+        self,
+        slot: int,
+        start: int,
+        end: int,
+        from_: int,
+        upto: int,
+        spans: Sequence[Bytes],
+        tokens: Tokens,
+        stages: Sequence[StageShape],
+    ) -> tuple[RangeFormat, int, Words | None] | str:
+        """The format, cells and extra words of a block that can be applied, or why it cannot."""
+        if self._format is not None and not self._format.is_split(stages):
+            return f"the stages of [{start}, {end}) are not a split of this model's layers"
+        fmt, n = self._checked_block(slot, start, end, spans, stages)
+        if not start <= from_ < upto <= end:
+            raise ValueError(f"[{from_}, {upto}) does not lie in the block [{start}, {end})")
+        if len(tokens) != n:
+            raise ValueError(f"{len(tokens)} tokens for a block of {n}")
+        if self.held[slot] != from_:
+            return f"slot {slot} holds {self.held[slot]} tokens, not {from_}"
+        if upto > self.limit:
+            return f"{upto} tokens exceed the slot's {self.limit}"
+        extra = self._extra(fmt, stages[0], spans[0], n)
+        if extra is not None and not np.array_equal(extra[:, 2], tokens):
+            return f"the block [{start}, {end}) was captured of other tokens"
+        return fmt, n, extra
 
     @staticmethod
     def _gather(fmt: RangeFormat, body: Bytes, spans: Sequence[Bytes], n: int, stages: Sequence[StageShape]) -> None:

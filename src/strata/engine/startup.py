@@ -22,10 +22,12 @@ from strata.engine.gguf import GgufFile, read_model
 from strata.engine.layout import BadState, recognise, token_bytes
 from strata.engine.llama import KV_TYPES, MAX_SEQUENCES, STATE_VERSION, Context, Model
 from strata.engine.measure import FlashChoice, choose_flash_attention, measure_idle_cell
+from strata.engine.pool_choice import UNIFIED_OPAQUE, PoolChoice, choose_pool
 from strata.engine.selftest import Proof, is_cuttable, self_test
 from strata.engine.slots import Slots
+from strata.engine.streams import slots_of
 from strata.engine.template import ChatTemplate, find_openers
-from strata.engine.values import ContextShape, EngineInfo, EngineSettings
+from strata.engine.values import ContextShape, EngineInfo, EngineSettings, Remembered
 from strata.errors import ConfigError
 from strata.rules.stages import MOST_PARTS, LayerRange, layer_ranges
 
@@ -55,7 +57,7 @@ class Served:
     token_s: float  # seconds per token of a short read, measured at start
 
 
-def load(settings: EngineSettings, remembered_flash_attention: bool | None, progress: ProgressCallback) -> Served:
+def load(settings: EngineSettings, remembered: Remembered, progress: ProgressCallback) -> Served:
     """Load the model of `settings`. Raises ModelError or ConfigError."""
     began = time.perf_counter()
     _check(settings)
@@ -69,18 +71,16 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
     stages = _stage_ranges(settings, model)
     threads = settings.threads or default_threads()
     progress("measuring", 0.0)
-    flash = choose_flash_attention(model, settings, threads, remembered_flash_attention)
+    flash = choose_flash_attention(model, settings, threads, remembered.flash_attention)
     progress("context", 0.0)
     tokens = settings.context or _default_context(model, settings, threads, flash)
     room = min(settings.slots * tokens, settings.pool_cells or settings.slots * tokens)
     tokens = min(tokens, room)
-    context = Context(
-        model,
-        _shape(settings, threads, flash, cells=_pool_cells(model, settings, room)),
-    )
+    progress("measuring", 0.5)
+    pool = choose_pool(model, settings, _shape(settings, threads, flash, cells=tokens), remembered.split_pool)
     progress("self-test", 0.0)
-    proof = self_test(model, context, stages)
-    slots = Slots(
+    context, proof, pool = _proved(settings, model, threads, flash, stages, pool, tokens=tokens, room=room)
+    slots = slots_of(
         context,
         settings.slots,
         tokens,
@@ -89,7 +89,7 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
         format=proof.format,
         stages=proof.stages,
     )
-    checkpoints = _checkpoints(context, slots, proof)
+    checkpoints = _checkpoints(settings, context, slots, proof)
     template = ChatTemplate(
         model.chat_template(),
         bos=model.vocabulary.text_of(model.vocabulary.bos),
@@ -102,7 +102,9 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
         has_chat_template=template.is_from_model,
         checkpoint_bytes=checkpoints.most_bytes if checkpoints else 0,
         spare_checkpoints=_spares(settings) if checkpoints else 0,
-        idle_cell_s=measure_idle_cell(context) if settings.measure_idle_cells and slots.has_rows else None,
+        pool="split" if pool.split else "unified",
+        pool_reason=pool.reason,
+        idle_cell_s=measure_idle_cell(context) if _can_measure_idle_cells(settings, slots, pool) else None,
         load_s=time.perf_counter() - began,
     )
     return Served(
@@ -115,6 +117,34 @@ def load(settings: EngineSettings, remembered_flash_attention: bool | None, prog
         settings=settings,
         token_s=_time_a_token(context),
     )
+
+
+def _proved(
+    settings: EngineSettings,
+    model: Model,
+    threads: int,
+    flash: FlashChoice,
+    stages: Sequence[LayerRange],
+    pool: PoolChoice,
+    *,
+    tokens: int,
+    room: int,
+) -> tuple[Context, Proof, PoolChoice]:
+    """The context, how its memory is kept, and the pool that it has at last: whole images need a unified one."""
+    if pool.split:
+        cells = settings.slots * -(-tokens // _CONTEXT_STEP) * _CONTEXT_STEP
+        context = Context(model, _shape(settings, threads, flash, cells=cells, unified=False))
+        proof = self_test(model, context, stages)
+        if proof.mode != "opaque":
+            return context, proof, pool
+        context.close()
+        pool = UNIFIED_OPAQUE
+    context = Context(model, _shape(settings, threads, flash, cells=_pool_cells(model, settings, room)))
+    return context, self_test(model, context, stages), pool
+
+
+def _can_measure_idle_cells(settings: EngineSettings, slots: Slots, pool: PoolChoice) -> bool:
+    return settings.measure_idle_cells and slots.has_rows and not pool.split
 
 
 def _describe(
@@ -157,10 +187,10 @@ def _describe(
     )
 
 
-def _checkpoints(context: Context, slots: Slots, proof: Proof) -> Checkpoints | None:
+def _checkpoints(settings: EngineSettings, context: Context, slots: Slots, proof: Proof) -> Checkpoints | None:
     if proof.checkpoint is None:
         return None
-    spares = range(len(slots.held), context.empty)
+    spares = range(len(slots.held), len(slots.held) + _spares(settings))
     return Checkpoints(context, slots, proof.checkpoint, spares=spares, head_room=proof.head_room)
 
 
@@ -192,6 +222,10 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigError(f"--parallel {settings.slots} must lie in 1..{most_slots}.", field="--parallel")
     if settings.context is not None and settings.context < 1:
         raise ConfigError(f"--context {settings.context} must be at least 1.", field="--context")
+    if settings.pool not in ("auto", "unified", "split"):
+        raise ConfigError(f"--pool {settings.pool} must be auto, unified or split.", field="--pool")
+    if settings.pool == "split" and settings.pool_cells is not None:
+        raise ConfigError("--pool split has cells for every slot; remove --pool-cells.", field="--pool")
     if settings.pool_cells is not None and settings.pool_cells < 1:
         raise ConfigError(f"--pool-cells {settings.pool_cells} must be at least 1.", field="--pool-cells")
     if settings.read_chunk < 1:
@@ -234,16 +268,19 @@ def default_threads() -> int:
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
-def _shape(settings: EngineSettings, threads: int, flash: FlashChoice, *, cells: int) -> ContextShape:
+def _shape(
+    settings: EngineSettings, threads: int, flash: FlashChoice, *, cells: int, unified: bool = True
+) -> ContextShape:
     return ContextShape(
         cells=cells,
-        sequences=settings.slots + _spares(settings) + _RESERVED_SEQUENCES,
+        sequences=settings.slots + (_spares(settings) + _RESERVED_SEQUENCES if unified else 0),
         batch=max(settings.read_chunk + settings.slots, _PROBE_BATCH),
         threads=threads,
         flash_attention=flash.on,
         kv_k=settings.kv_k,
         kv_v=settings.kv_v,
         swa_full=settings.swa_full,
+        unified=unified,
     )
 
 

@@ -7,7 +7,7 @@ decoded is `loop.py`'s concern.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from strata.engine.request import Request
@@ -54,6 +54,11 @@ def knobs_of(settings: EngineSettings) -> Knobs:
     )
 
 
+def _by_slot(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """In a split pool rows of neighbouring slots share a pass over the weights, but only in this order."""
+    return tuple(sorted(parts, key=lambda part: part[0].slot))
+
+
 class Turns:
     """`token_s`: seconds per prompt token to begin with. `rows`: of one pass over the weights."""
 
@@ -71,7 +76,7 @@ class Turns:
         """The next step of the requests in order of arrival; `held`: tokens a slot holds."""
         writing = [request for request in active if request.is_writing]
         reading = [request for request in active if not request.is_writing]
-        rows = tuple((request, 1) for request in writing)
+        rows = _by_slot((request, 1) for request in writing)
         if not reading:
             self._starved, self._owed_s = 0, 0.0
             self._gave_way.clear()
@@ -116,7 +121,7 @@ class Turns:
                     self._gave_way[first] = self._gave_way.get(first, frozenset()) | {other}
             ordered.append(left.pop(index))
         shares = share_out(read, [request.next_stop(held(request.slot)) - held(request.slot) for request in ordered])
-        return tuple((request, n) for request, n in zip(ordered, shares, strict=True) if n)
+        return _by_slot((request, n) for request, n in zip(ordered, shares, strict=True) if n)
 
     def done(self, plan: Plan, seconds: float, writing: int) -> None:
         """A step was decoded in `seconds`; `writing`: requests that wrote or could have."""

@@ -22,6 +22,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     slots: int
     context: int | None = None  # tokens per slot; None = the model's own, capped so that the pool fits memory
+    pool: str = "unified"  # "auto" | "unified" | "split": a stream of cells for each slot
     pool_cells: int | None = None  # tokens of all slots together; None = slots x context
     flash_attention: str = "auto"  # "auto" | "on" | "off"
     kv_k: str = "f16"
@@ -42,6 +43,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_share: float | None = (
         None  # STRATA_BATCH_DECODE_SHARE when set (wins over the budget); None = 0.5, agenda off
     )
+
+
+class Remembered(msgspec.Struct, frozen=True, kw_only=True):
+    """Choices of an earlier start for the same machine and model; None: to be measured, if the settings say auto."""
+
+    flash_attention: bool | None = None
+    split_pool: bool | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +85,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     spare_checkpoints: int = 0  # how many may be held at once, by all slots together
     idle_cell_s: float | None = None  # seconds that a cell of an idle slot costs each row; None = not measured
     row_layers: tuple[int, ...] = ()  # the layers that have rows: stages of another split must hold each once
+    pool: str = "unified"  # or "split": nothing is shared between slots, and rows move with their whole sequence
+    pool_reason: str = ""  # "set by flag", "measured: ...", ...
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -104,7 +114,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextShape:
-    """What a context is built for. `sequences`: slots, spares, one that stays empty, the transfer sequence."""
+    """What a context is built for.
+
+    `sequences`: slots, spares, one that stays empty, the transfer sequence; of a pool that is not `unified`, slots.
+    """
 
     cells: int
     sequences: int
@@ -114,6 +127,7 @@ class ContextShape:
     kv_k: str = "f16"
     kv_v: str = "f16"
     swa_full: bool = True
+    unified: bool = True
 
 
 class Ping(Message, frozen=True):

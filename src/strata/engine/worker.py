@@ -101,7 +101,7 @@ class Worker:
         if not isinstance(command, Load):
             raise SystemExit(f"the first command must be Load, not {type(command).__name__}")
         try:
-            served = load(command.settings, command.remembered_flash_attention, self._progress)
+            served = load(command.settings, command.remembered, self._progress)
         except StrataError as error:
             self._events.send([LoadFailed(message=error.message, field=error.field)])
             raise SystemExit(1) from None

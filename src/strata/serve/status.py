@@ -18,6 +18,8 @@ def engine_facts(info: EngineInfo) -> dict[str, object]:
         "model": info.model_name,
         "identity": info.fingerprint.hex()[:16],
         "context_tokens": info.context,
+        "pool": info.pool,
+        "pool_reason": info.pool_reason,
         "pool_cells": info.pool_cells,
         "room_cells": info.room_cells,
         "slots": info.slots,

@@ -260,6 +260,8 @@ async def take_live(shop: Workshop, slot: Slot, seat: Seat, prompt: Prompt, *, g
         done = await shop.engine.fork(seat.fork_from, slot.index, keep)
     if done.ok and done.held == keep:
         return keep
+    if seat.fork_from is not None:
+        log.info("slot %d restores or reads what slot %d holds too: %s", slot.index, seat.fork_from, done.reason)
     await shop.engine.trim(slot.index, 0)
     return 0
 

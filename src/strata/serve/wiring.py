@@ -35,6 +35,7 @@ from strata.errors import (
     StrataError,
 )
 from strata.rules import prefix
+from strata.serve.choosing import ChoicesOf
 from strata.serve.ending import SILENT_S, put_away, settled
 from strata.serve.limits import (
     archive_limits,
@@ -97,9 +98,7 @@ class Server:
 
     async def start(self, on_loading: Callable[[str, float], None]) -> None:
         """Load everything. `on_loading(stage, fraction)` tells how far it is. Raises StrataError."""
-        choices = self._open_levels()
-        model = f"{self._model_path.name} {self._model_path.stat().st_size} {','.join(self._config.kv)}"
-        remembered = choices.flash_attention(model) if choices and self._config.flash_attention == "auto" else None
+        choices = ChoicesOf(self._config, self._model_path, self._open_levels())
 
         def show(event: Loading) -> None:
             on_loading(event.stage, event.fraction)
@@ -109,7 +108,7 @@ class Server:
             self._arena,
             on_loading=show,
             on_restart=self._on_restart,
-            remembered_flash_attention=remembered,
+            remembered=choices.remembered(),
             silent_limit_s=self._config.engine_timeout_s,
         )
         self._engine = engine
@@ -118,8 +117,7 @@ class Server:
             log.warning(
                 "--context %d is more than the %d tokens this model was made for", info.context, info.context_train
             )
-        if choices and remembered is None and self._config.flash_attention == "auto":
-            choices.keep_flash_attention(model, info.flash_attention)
+        choices.keep(info)
         cache = self._open_cache(engine, info)
         slots = Slots(info.slots, limits=queue_limits(self._config))
         if not info.cuttable:
@@ -211,6 +209,7 @@ class Server:
             model_path=str(self._model_path),
             slots=config.parallel,
             context=config.context,
+            pool=config.pool,
             pool_cells=config.pool_cells,
             measure_idle_cells=self._has_cache and config.parallel > 1,
             flash_attention=config.flash_attention,

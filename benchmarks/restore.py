@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import rates, resume
+from strata.cli.process import loop_factory
 
 DESCRIPTION = (__doc__ or "").partition("\n")[0]
 
@@ -26,16 +27,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="restores of each kind")
     given = parser.parse_args()
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="strata-bench-", dir=given.dir) as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="strata-bench-", dir=given.dir) as name,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,  # as the server does
+    ):
         folder = Path(name)
         if "rates" in given.parts:
-            figures |= asyncio.run(rates.measure(folder / "rates", given.rounds))
+            figures |= runner.run(rates.measure(folder / "rates", given.rounds))
         if "ram" in given.parts:
-            figures |= asyncio.run(rates.extra_ram(folder / "ram"))
+            figures |= runner.run(rates.extra_ram(folder / "ram"))
         if "stall" in given.parts:
-            figures |= asyncio.run(rates.restore_stall(folder / "stall", given.rounds))
+            figures |= runner.run(rates.restore_stall(folder / "stall", given.rounds))
         if "ladder" in given.parts:
-            figures |= asyncio.run(resume.ladder(folder / "ladder"))
+            figures |= runner.run(resume.ladder(folder / "ladder"))
         if "uncut" in given.parts:
             figures |= resume.uncut(folder / "uncut")
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))

@@ -145,8 +145,8 @@ async def stored_digests(restoring: Restoring, planned: Planned) -> list[list[by
     if planned.disk is None:
         assert restoring._ram is not None
         return [list(row) for row in await restoring._ram.digests(planned.held.key)]
-    stages = range(len(planned.held.stages))
-    headers = [await asyncio.wrap_future(planned.disk.reader.header(planned.held.key, stage)) for stage in stages]
+    files = [(planned.held.key, stage) for stage in range(len(planned.held.stages))]
+    headers = await asyncio.wrap_future(planned.disk.reader.headers(files))
     return [list(row) for row in zip(*([b.digest for b in h.blocks] for h in headers), strict=True)]  # type: ignore[union-attr]
 
 

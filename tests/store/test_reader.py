@@ -41,8 +41,8 @@ def reader_threads() -> int:
 
 
 def test_all_blocks_of_a_conversation_at_once(reader) -> None:
-    asked = [reader.header(segment.key, stage) for segment in MANIFEST.segments for stage in (0, 1)]
-    headers = [future.result(WAIT_S) for future in asked]
+    files = [(segment.key, stage) for segment in MANIFEST.segments for stage in (0, 1)]
+    headers = reader.headers(files).result(WAIT_S)
     assert all(isinstance(header, SegmentHeader) for header in headers)
     jobs = []
     for header in headers:
@@ -64,18 +64,18 @@ def test_there_is_no_thread_before_the_first_job(level) -> None:
     before = reader_threads()
     reader = Reader(level)
     assert reader_threads() == before
-    reader.header(MANIFEST.keys[0], 0).result(WAIT_S)
+    reader.headers([(MANIFEST.keys[0], 0)]).result(WAIT_S)[0]
     assert reader_threads() == before + 1
     reader.close()
     assert reader_threads() == before
-    assert reader.header(MANIFEST.keys[0], 0).result(0) == Unreadable(reason="the reader is closed")
+    assert reader.headers([(MANIFEST.keys[0], 0)]).result(0)[0] == Unreadable(reason="the reader is closed")
     reader.close()
 
 
 def test_what_is_not_there_is_missing(reader, level) -> None:
-    unknown = reader.header(Key(bytes(32)), 0).result(WAIT_S)
+    unknown = reader.headers([(Key(bytes(32)), 0)]).result(WAIT_S)[0]
     assert isinstance(unknown, Missing)
-    header = reader.header(MANIFEST.keys[0], 0).result(WAIT_S)
+    header = reader.headers([(MANIFEST.keys[0], 0)]).result(WAIT_S)[0]
     level.drop([1], MANIFEST.keys)
     view = aligned_buffer(pad_to_page(header.blocks[0].length))
     assert isinstance(reader.block(header, 0, view).result(WAIT_S), Missing)
@@ -85,13 +85,13 @@ def test_what_is_not_there_is_missing(reader, level) -> None:
 @pytest.mark.parametrize("at", [0, 20, PAGE - 1])
 def test_a_damaged_header_is_damage(reader, level, at) -> None:
     flip(level.root / segment_path(MANIFEST.keys[0], 0), at)
-    found = reader.header(MANIFEST.keys[0], 0).result(WAIT_S)
+    found = reader.headers([(MANIFEST.keys[0], 0)]).result(WAIT_S)[0]
     assert isinstance(found, Damaged)
     assert str(level.root) in found.reason
 
 
 def test_a_damaged_block_is_damage_and_its_neighbours_are_not(reader, level) -> None:
-    header = reader.header(MANIFEST.keys[0], 1).result(WAIT_S)
+    header = reader.headers([(MANIFEST.keys[0], 1)]).result(WAIT_S)[0]
     flip(level.root / segment_path(MANIFEST.keys[0], 1), header.blocks[1].offset + 5)
     views = [aligned_buffer(pad_to_page(block.length)) for block in header.blocks]
     outcomes = [reader.block(header, i, view).result(WAIT_S) for i, view in enumerate(views)]
@@ -106,7 +106,7 @@ def test_a_disk_error_is_not_taken_for_damage(tmp_path) -> None:
 
     level = Level.open(tmp_path / "broken", fs=Broken())
     reader = Reader(level)
-    found = reader.header(MANIFEST.keys[0], 0).result(WAIT_S)
+    found = reader.headers([(MANIFEST.keys[0], 0)]).result(WAIT_S)[0]
     assert isinstance(found, Unreadable)
     assert found.errno == errno.EIO
     reader.close()
@@ -114,10 +114,10 @@ def test_a_disk_error_is_not_taken_for_damage(tmp_path) -> None:
 
 
 def test_a_job_that_breaks_is_an_outcome_too(reader) -> None:
-    header = reader.header(MANIFEST.keys[0], 0).result(WAIT_S)
+    header = reader.headers([(MANIFEST.keys[0], 0)]).result(WAIT_S)[0]
     assert isinstance(reader.block(header, 0, memoryview(bytearray(3))).result(WAIT_S), Unreadable)
     assert isinstance(reader.block(header, 99, aligned_buffer(PAGE)).result(WAIT_S), Unreadable)
-    assert isinstance(reader.header(MANIFEST.keys[0], 0).result(WAIT_S), SegmentHeader)
+    assert isinstance(reader.headers([(MANIFEST.keys[0], 0)]).result(WAIT_S)[0], SegmentHeader)
 
 
 def flip(path: Path, at: int) -> None:

@@ -11,10 +11,10 @@ from tests.store.test_fs import needs_direct
 
 from strata.errors import DamagedFile
 from strata.store.fs import Disk, aligned_buffer
-from strata.store.reads import DIRECT, PIECE_BYTES, is_cached
-from strata.types import PAGE, pad_to_page
+from strata.store.reads import DIRECT, is_cached
+from strata.types import MIB, PAGE, pad_to_page
 
-SIZE = 2 * PIECE_BYTES + 3 * PAGE + 100
+SIZE = 16 * MIB + 3 * PAGE + 100
 DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes()
 
 
@@ -45,7 +45,7 @@ def knows_its_cache(path: Path) -> None:
         pytest.skip("this system does not tell what its page cache holds")
 
 
-@pytest.mark.parametrize("n_bytes", [PAGE, 3 * PAGE, PIECE_BYTES, 2 * PIECE_BYTES + 2 * PAGE])
+@pytest.mark.parametrize("n_bytes", [PAGE, 3 * PAGE, 16 * MIB + 2 * PAGE])
 @pytest.mark.parametrize("offset", [0, PAGE])
 def test_a_direct_read_gives_the_bytes_and_caches_none(path: Path, offset: int, n_bytes: int) -> None:
     view = aligned_buffer(n_bytes)
@@ -59,10 +59,10 @@ def test_the_cache_is_told_apart(path: Path) -> None:
     knows_its_cache(path)
     assert cached(path, PAGE, 2 * PAGE)
     fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, PIECE_BYTES, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, 8 * MIB, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    assert cached(path, 0, PIECE_BYTES)
-    assert not cached(path, 0, PIECE_BYTES + PAGE)
+    assert cached(path, 0, 8 * MIB)
+    assert not cached(path, 0, 8 * MIB + PAGE)
 
 
 def test_what_is_cached_is_not_read_from_the_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,18 +89,3 @@ def test_a_file_that_ends_early_is_damage(path: Path, warm: bool) -> None:
         path.read_bytes()
     with pytest.raises(DamagedFile, match=f"ends at byte {SIZE}"):
         Disk().read_into(path, 0, aligned_buffer(pad_to_page(SIZE)))
-
-
-def test_threads_do_not_share_a_piece(path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    disk = Disk()
-
-    def read(n: int) -> bool:
-        offset = n % 4 * PAGE
-        view = aligned_buffer(2 * PIECE_BYTES - PAGE)
-        disk.read_into(path, offset, view)
-        return view == DATA[offset : offset + len(view)]
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(read, range(40)))

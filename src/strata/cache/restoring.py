@@ -8,11 +8,11 @@ which of its files are at fault, and why. What happens then is the ladder's busi
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import block_lengths
@@ -27,15 +27,15 @@ from strata.store.format import SegmentHeader, plan_segment
 from strata.store.reader import Damaged, Loaded, Missing, NotRead
 from strata.types import BLOCK_BYTES, MIB, Key, Span, StageShape, Tokens, pad_to_page
 
+HEADERS_AT_ONCE = 16
+"""Segments whose headers are read by one job."""
 READ_AHEAD_BYTES = 48 * MIB
 """Blocks on their way between disk and engine at once: this many bytes of them, at least two and at most sixteen.
 
 Enough that the disk always has several reads to do.
 """
-FIRST_WINDOW = 3
-"""Blocks at the start, and for as long as the engine does not take them at once: its cores are somebody else's then."""
-AT_ONCE_S = 0.01
-"""What the engine takes within this time did not wait for another slot's step, or for a short one."""
+BESIDE_OTHERS = 3
+"""Blocks, while the engine serves others: what reads and hashes takes the cores that they decode on."""
 
 
 class Fault(Enum):
@@ -87,8 +87,10 @@ class Applied:
     bad: BadSegment | None = None
 
 
-_Headers = asyncio.Task["tuple[SegmentHeader, ...] | BadSegment"]
-"""The header of each stage's file, once they are verified; none when the segment is in RAM."""
+_Headers = tuple[SegmentHeader, ...]
+"""Of a segment, verified: the header of each stage's file; none when the segment is in RAM."""
+_HeadersOf = asyncio.Task[dict[Key, "_Headers | BadSegment"]]
+"""Those of several segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class _Block:
     start: int
     end: int
     index: int
-    headers: _Headers
+    headers: _HeadersOf
 
     @property
     def key(self) -> Key:
@@ -140,14 +142,19 @@ class Restoring:
         self._applied_bytes: Counter[str] = Counter()
         self._in_order = asyncio.Lock()
         self._most = window(engine)
-        self._window = min(FIRST_WINDOW, self._most)
 
     async def run(self, plan: Sequence[Planned], keep: int, upto: int) -> Applied:
         """Raises EngineGone when the engine ends meanwhile; everything else is in the outcome."""
         path = [planned for planned in plan if planned.held.segment.end > keep]
-        headers = [asyncio.create_task(self._headers_of(planned)) for planned in path]
+        groups = [path[i : i + HEADERS_AT_ONCE] for i in range(0, len(path), HEADERS_AT_ONCE)]
+        headers = [asyncio.create_task(self._headers_of(group)) for group in groups]
         try:
-            blocks = [block for planned, row in zip(path, headers, strict=True) for block in self._cut(planned, row)]
+            blocks = [
+                block
+                for group, found in zip(groups, headers, strict=True)
+                for planned in group
+                for block in self._cut(planned, found)
+            ]
             held, bad = await self._apply_all(blocks, keep, upto)
         finally:
             await asyncio.gather(*headers, return_exceptions=True)
@@ -155,7 +162,7 @@ class Restoring:
 
     # ------------------------------------------------------------------------------------------------------ headers
 
-    def _cut(self, planned: Planned, headers: _Headers) -> Iterator[_Block]:
+    def _cut(self, planned: Planned, headers: _HeadersOf) -> Iterator[_Block]:
         """The blocks of a segment."""
         segment, ids = planned.held.segment, planned.held.tokens
         ranges = prefix.blocks(segment.start, segment.end, self._engine.info.block_tokens)
@@ -163,15 +170,21 @@ class Restoring:
             tokens = ids[start - segment.start : end - segment.start]
             yield _Block(planned=planned, tokens=tokens, start=start, end=end, index=i, headers=headers)
 
-    async def _headers_of(self, planned: Planned) -> tuple[SegmentHeader, ...] | BadSegment:
-        """The headers of all stages. A stage that is damaged or missing makes the whole segment damaged."""
-        disk, held = planned.disk, planned.held
-        if disk is None:
-            return ()
-        shapes = held.stages
-        outcomes = await asyncio.gather(
-            *(asyncio.wrap_future(disk.reader.header(held.key, stage)) for stage in range(len(shapes)))
-        )
+    async def _headers_of(self, group: Sequence[Planned]) -> dict[Key, _Headers | BadSegment]:
+        """The headers of all stages of these segments, one job for each level that they come from."""
+        found: dict[Key, _Headers | BadSegment] = {planned.held.key: () for planned in group}
+        for disk in {planned.disk for planned in group if planned.disk is not None}:
+            here = [planned for planned in group if planned.disk is disk]
+            files = [(planned.held.key, stage) for planned in here for stage in range(len(planned.held.stages))]
+            outcomes = await asyncio.wrap_future(disk.reader.headers(files))
+            rest = iter(outcomes)
+            for planned in here:
+                found[planned.held.key] = self._verified(planned, list(islice(rest, len(planned.held.stages))))
+        return found
+
+    def _verified(self, planned: Planned, outcomes: Sequence[SegmentHeader | NotRead]) -> _Headers | BadSegment:
+        """A stage that is damaged or missing makes the whole segment damaged."""
+        held, block_tokens = planned.held, self._engine.info.block_tokens
         headers: list[SegmentHeader] = []
         problems: list[NotRead | None] = []
         for stage, outcome in enumerate(outcomes):
@@ -181,9 +194,9 @@ class Restoring:
             expected = plan_segment(
                 held.segment,
                 stage=stage,
-                n_stages=len(shapes),
-                shape=shapes[stage],
-                block_tokens=self._engine.info.block_tokens,
+                n_stages=len(held.stages),
+                shape=held.stages[stage],
+                block_tokens=block_tokens,
             )
             fits = outcome.same_geometry(expected)
             problems.append(None if fits else Damaged(reason=f"unexpected header {outcome!r}"))
@@ -206,11 +219,12 @@ class Restoring:
         bad: BadSegment | None = None
         try:
             while waiting or loads or applies:
-                while waiting and len(loads) + len(applies) < self._window:
+                while waiting and len(loads) + len(applies) < self._window():
                     block = waiting.popleft()
                     loads.append((block, asyncio.create_task(self._load(block))))
                 heads = {queue[0][1] for queue in (loads, applies) if queue}
-                await asyncio.wait(heads, return_when=asyncio.FIRST_COMPLETED)
+                if not any(head.done() for head in heads):
+                    await asyncio.wait(heads, return_when=asyncio.FIRST_COMPLETED)
                 if applies and applies[0][1].done():
                     block, applied = applies.popleft()
                     bad = applied.result() or bad
@@ -253,7 +267,7 @@ class Restoring:
 
     async def _read(self, block: _Block, disk: DiskLevel) -> _Ready | BadSegment:
         async with self._in_order:  # or a later block could take the memory that the next one waits for
-            headers = await asyncio.shield(block.headers)
+            headers = (await asyncio.shield(block.headers))[block.key]
             if isinstance(headers, BadSegment):
                 return headers
             spans = await self._blocks.take(block_lengths(self._engine, block.end - block.start, block.stages))
@@ -276,7 +290,6 @@ class Restoring:
         return bad or _Ready(spans=spans, ours=True)
 
     async def _apply(self, block: _Block, ready: _Ready, held: int, upto: int) -> BadSegment | None:
-        began = time.perf_counter()
         try:
             done = await self._engine.apply(
                 self._slot,
@@ -290,7 +303,6 @@ class Restoring:
             )
         finally:
             self._give_back(ready)
-        self._pace(time.perf_counter() - began)
         if done.ok and done.held == upto:
             return None
         if self._engine.generation != self._engine_generation:
@@ -300,10 +312,9 @@ class Restoring:
         reason = done.reason or f"the slot holds {done.held} positions instead of {upto}"
         return BadSegment(planned=block.planned, fault=Fault.REFUSED, reason=reason)
 
-    def _pace(self, apply_s: float) -> None:
-        """Read further ahead while the engine takes blocks at once; hardly ahead while it has others to serve."""
-        step = 2 if apply_s < AT_ONCE_S else -2
-        self._window = max(min(FIRST_WINDOW, self._most), min(self._most, self._window + step))
+    def _window(self) -> int:
+        """Blocks on their way now."""
+        return min(self._most, BESIDE_OTHERS) if self._engine.is_serving else self._most
 
     async def _drain(self, loads: _Loads) -> None:
         """Give back what was read but will not be applied."""

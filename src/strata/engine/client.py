@@ -135,6 +135,10 @@ class EngineClient:
         return self._generation
 
     @property
+    def is_serving(self) -> bool:
+        return self._process is not None and self._process.is_serving
+
+    @property
     def pid(self) -> int | None:
         """The process's id; None while there is none."""
         return self._process.pid if self._process is not None else None

@@ -69,11 +69,7 @@ class FakeEngine:
         checkpoint_bytes: int = 10_000,
     ) -> None:
         self.info = fake_info(
-            slots=slots,
-            context=context,
-            stages=stages,
-            memory=memory,
-            checkpoint_bytes=checkpoint_bytes,
+            slots=slots, context=context, stages=stages, memory=memory, checkpoint_bytes=checkpoint_bytes
         )
         self.bare: set[int] = set()
         self.held_checkpoints: dict[int, FakeCheckpoint] = {}
@@ -87,6 +83,10 @@ class FakeEngine:
         self.compacted: list[tuple[int, int, int]] = []  # slot, start, end
         self._arena = arena
         self._requests = 0
+
+    @property
+    def is_serving(self) -> bool:
+        return bool(self.running)
 
     def kill(self) -> None:
         self.generation += 1

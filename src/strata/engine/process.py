@@ -99,6 +99,11 @@ class EngineProcess(asyncio.SubprocessProtocol):
     def pid(self) -> int:
         return int(self._transport.get_pid())
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests run."""
+        return bool(self._runs)
+
     def __repr__(self) -> str:
         return f"EngineProcess(pid {self.pid}, {len(self._jobs)} jobs, {len(self._runs)} runs, gone: {self._gone})"
 

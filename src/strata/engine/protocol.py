@@ -1,9 +1,8 @@
 """The contract between the front process and the engine process, and every message that crosses the pipe.
 
 A frame is a little-endian u32 length and that many bytes of msgpack (one of the tagged structs below). Commands go down
-(front -> engine), events come up. Bulk data never crosses the pipe: capture and apply name arena spans.
-
-Token lists travel as bytes: int32, little endian (`pack_tokens`, `unpack_tokens`).
+(front -> engine), events come up. Token lists travel as bytes: int32, little endian (`pack_tokens`, `unpack_tokens`).
+Bulk data never crosses the pipe: capture and apply name arena spans.
 
 A block in the arena is `[head room][payload][padding]`: the payload starts at `span.offset + EngineInfo.head_room`,
 which is a multiple of PAGE, and is what goes to disk. The engine writes and rebuilds the blob's head in the head room.
@@ -348,8 +347,7 @@ class Generation(Protocol):
 class Engine(Protocol):
     """The engine as the layers above use it: `engine.client.EngineClient`, or `engine.fake.FakeEngine` in tests.
 
-    Every method raises EngineGone when the process is not there (or dies while the call waits), EngineRefused when
-    the engine answers JobFailed, BadRequest when JobFailed.client_fault.
+    Methods raise EngineGone (no process, or it dies); on JobFailed EngineRefused, or BadRequest (client_fault).
     """
 
     @property
@@ -358,7 +356,10 @@ class Engine(Protocol):
     @property
     def generation(self) -> int:
         """Counts engine processes: 1 for the first. What a slot held in an older generation is gone."""
-        ...
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests run: what else takes the machine's cores then slows them down."""
 
     async def prepare(
         self, *, messages_json: bytes | None = None, text: str | None = None, owner: str | None = None

@@ -2,7 +2,7 @@
 
 Covers both ends: `Arena` (the front process grows it, allocates from it and hands its chunks out) and `map_chunk` (the
 engine process). Linux backs a chunk with one memfd, handed over by descriptor; elsewhere it is a named `SharedMemory`.
-This is the only module that creates, maps or advises shared memory.
+This is the only module that creates, maps or advises shared memory, with `large_pages.py`.
 
 It does not decide how much RAM may be used (the caller gives the limit), does not carry descriptors between processes,
 and knows nothing of what lies in a span. `alloc`, `free`, `reserve` and `close` belong to one thread; views to any.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker, shared_memory
 from typing import Protocol
 
+from strata.store.large_pages import collapse
 from strata.store.spans import FreeList, plan_chunk
 from strata.types import MIB, PAGE, Span, pad_to_page
 
@@ -159,6 +160,13 @@ def _populate(view: memoryview) -> bool:
     anchor = ctypes.c_char.from_buffer(view)
     address, length = ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(view))
     return bool(libc.madvise(address, length, ctypes.c_int(_MADV_POPULATE_WRITE)) == 0)
+
+
+def _make_large(memory: MappedChunk, start: int, end: int) -> bool:
+    """Large pages for what is resident; False when they were wanted and some of it could not be had in them."""
+    if not memory.asked_large_pages or memory.fd is None:
+        return True
+    return collapse(memory.fd, start, end)
 
 
 def large_pages_wanted(environ: Mapping[str, str]) -> bool:
@@ -316,7 +324,7 @@ class Arena:
 
 
 class _Toucher:
-    """Makes new chunks resident on a thread of its own, which exists once there is a chunk to touch."""
+    """Makes new chunks resident, in large pages, on a thread of its own that begins with the first chunk."""
 
     def __init__(self) -> None:
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
@@ -338,7 +346,11 @@ class _Toucher:
 
     def _run(self) -> None:
         while (chunk := self._chunks.get()) is not None:
+            is_large = True
             while chunk.touched < chunk.size and not self._stopping.is_set():
                 end = min(chunk.touched + _TOUCH_STEP, chunk.size)
                 _touch(chunk.memory.view[chunk.touched : end])
+                is_large &= _make_large(chunk.memory, chunk.touched, end)
                 chunk.touched = end
+            if not is_large:  # what a device was reading into just then stays as it was
+                _make_large(chunk.memory, 0, chunk.touched)

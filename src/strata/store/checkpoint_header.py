@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from strata.rules import prefix
-from strata.store.encoding import DIGEST_BYTES, MAX_TOKENS, NO_DIGEST, open_page, require, seal_page
+from strata.store.encoding import DIGEST_BYTES, MAX_TOKENS, NO_DIGEST, is_zero, open_page, require, seal_page
 from strata.store.file_header import are_digested, digested
 from strata.store.names import checkpoint_path
 from strata.types import BLOCK_BYTES, PAGE, Key, pad_to_page
@@ -95,7 +95,7 @@ def decode_checkpoint_header(page: bytes | memoryview) -> CheckpointHeader:
     key, position, n_bytes, block_bytes, n_blocks = _FIELDS.unpack_from(content)
     require(0 < n_blocks <= MAX_CHECKPOINT_BLOCKS, "blocks", f"{n_blocks} blocks")
     end = _FIELDS.size + n_blocks * DIGEST_BYTES
-    require(not any(content[end:]), "padding", "not zero")
+    require(is_zero(content[end:]), "padding", "not zero")
     planned = plan_checkpoint(Key(key), position, n_bytes, block_bytes=block_bytes)
     require(n_blocks == len(planned.blocks), "blocks", f"{n_blocks} blocks for {n_bytes} bytes")
     header = planned.with_digests([content[at : at + DIGEST_BYTES] for at in range(_FIELDS.size, end, DIGEST_BYTES)])

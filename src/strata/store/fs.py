@@ -22,7 +22,7 @@ import numpy as np
 
 from strata.errors import DamagedFile, LevelError
 from strata.store.filesystem import LOCK_NAME, Buffer, Entry, Kind, Lock
-from strata.store.reads import DIRECT, Staging, read_all, stop_direct
+from strata.store.reads import DIRECT, read_all, read_direct, stop_direct
 from strata.types import PAGE
 
 # No link is followed, no FIFO is waited for, no child process inherits the descriptor.
@@ -188,7 +188,6 @@ class Disk:
         self._direct = direct and DIRECT != 0
         self._pwritev = pwritev
         self._buffered_dirs: set[Path] = set()  # directories whose filesystem refused O_DIRECT
-        self._staging = Staging()
 
     def __repr__(self) -> str:
         return f"Disk(direct={self._direct}, {len(self._buffered_dirs)} directories buffered)"
@@ -276,7 +275,7 @@ class Disk:
             if direct:
                 try:
                     with _opened(path, os.O_RDONLY | DIRECT) as fd:
-                        self._staging.read(fd, path, offset, view)
+                        read_direct(fd, path, offset, view)
                         return
                 except OSError as error:
                     if error.errno not in _NO_DIRECT:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from strata.errors import DamagedFile
@@ -51,6 +52,8 @@ class Unreadable:
     reason: str
     errno: int | None = None
 
+
+_CLOSED = Unreadable(reason="the reader is closed")
 
 THREADS = 4  # two or three read, which keeps a disk busy, while the others copy and hash
 
@@ -96,26 +99,33 @@ class Reader:
                 seconds=self._seconds,
             )
 
-    def header(self, key: Key, stage: int) -> Future[SegmentHeader | NotRead]:
-        """The header of a segment file (see `Level.read_header`)."""
-        return self._submit_header(lambda: self._level.read_header(key, stage))
+    def headers(self, files: Sequence[tuple[Key, int]]) -> Future[list[SegmentHeader | NotRead]]:
+        """The headers of these segment files, each named by key and stage, in one job (see `Level.read_header`).
+
+        A job costs as much as a header: a plan of many segments asks for several at a time.
+        """
+
+        def job() -> list[SegmentHeader | NotRead]:
+            return [self._header(partial(self._level.read_header, key, stage)) for key, stage in files]
+
+        return self._submit(job, [_CLOSED for _ in files])
 
     def checkpoint_header(self, key: Key) -> Future[CheckpointHeader | NotRead]:
         """The header of a checkpoint file (see `Level.read_checkpoint_header`)."""
-        return self._submit_header(lambda: self._level.read_checkpoint_header(key))
+        return self._submit(lambda: self._header(lambda: self._level.read_checkpoint_header(key)), _CLOSED)
 
-    def _submit_header(self, read: Callable[[], T]) -> Future[T | NotRead]:
+    def _header(self, read: Callable[[], T]) -> T | NotRead:
         def work() -> T:
             header = read()
             with self._lock:
                 self._headers += 1
             return header
 
-        return self._submit(work)
+        return self._attempt(work)
 
     def manifest(self, serial: int) -> Future[Manifest | NotRead]:
         """A manifest (see `Level.read_manifest`)."""
-        return self._submit(lambda: self._level.read_manifest(serial))
+        return self._submit(lambda: self._attempt(lambda: self._level.read_manifest(serial)), _CLOSED)
 
     def block(self, header: FileHeader, index: int, view: memoryview) -> Future[Loaded | NotRead]:
         """Read and verify one block of a file (see `Level.read_block`). The view must stay alive until it is done."""
@@ -128,7 +138,7 @@ class Reader:
                 self._bytes += header.blocks[index].length
             return Loaded(seconds=time.monotonic() - started)
 
-        return self._submit(work)
+        return self._submit(lambda: self._attempt(work), _CLOSED)
 
     def close(self) -> None:
         """Finish the jobs that wait and end the threads."""
@@ -138,30 +148,31 @@ class Reader:
         if pool is not None:
             pool.shutdown()
 
-    def _submit(self, work: Callable[[], T]) -> Future[T | NotRead]:
-        future: Future[T | NotRead] = Future()
-        future.set_running_or_notify_cancel()  # the view is written to until the job is done
-
-        def job() -> None:
-            started = time.monotonic()
-            outcome: T | NotRead
-            failed = 0
-            try:
-                outcome = work()
-            except Exception as error:  # the seam of these threads: whatever happens is an outcome
-                outcome, failed = not_read(error), 1
+    def _attempt(self, work: Callable[[], T]) -> T | NotRead:
+        """What `work` gives, or why it gives nothing; counted. The seam of these threads."""
+        started = time.monotonic()
+        failed = 0
+        try:
+            return work()
+        except Exception as error:  # whatever happens is an outcome
+            failed = 1
+            return not_read(error)
+        finally:
             with self._lock:
                 self._failures += failed
                 self._seconds += time.monotonic() - started
-            future.set_result(outcome)
 
+    def _submit(self, job: Callable[[], T], closed: T) -> Future[T]:
+        """`closed`: the outcome once the threads have ended."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # the view is written to until the job is done
         with self._lock:
             if self._closed:
-                future.set_result(Unreadable(reason="the reader is closed"))
+                future.set_result(closed)
                 return future
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, f"reader-{self._level.name}")
-            self._pool.submit(job)
+            self._pool.submit(lambda: future.set_result(job()))
         return future
 
 

@@ -14,6 +14,7 @@ from strata.store.encoding import (
     MAX_TOKENS,
     NO_DIGEST,
     check_shape,
+    is_zero,
     open_page,
     require,
     seal_page,
@@ -132,7 +133,7 @@ def decode_header(page: bytes | memoryview) -> SegmentHeader:
     key, parent, stage, n_stages, first, last, base, per_token, start, end, n_blocks = _FIELDS.unpack_from(content)
     require(0 < n_blocks <= MAX_BLOCKS, "blocks", f"{n_blocks} blocks")
     table_end = _FIELDS.size + n_blocks * _BLOCK.size
-    require(not any(content[table_end:]), "padding", "not zero")
+    require(is_zero(content[table_end:]), "padding", "not zero")
     header = SegmentHeader(
         key=Key(key),
         parent=Key(parent),

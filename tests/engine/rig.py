@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from strata.engine.client import EngineClient
+from strata.engine.interface import Generation
 from strata.engine.protocol import (
     Delta,
     Done,
     EngineInfo,
     EngineSettings,
     Finished,
-    Generation,
     Held,
     Loading,
     Progress,

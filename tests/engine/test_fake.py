@@ -12,7 +12,8 @@ import pytest
 from tests.engine.rig import Reply, collect
 
 from strata.engine.fake import FakeEngine
-from strata.engine.protocol import Engine, Run, Sampling, pack_tokens, unpack_tokens
+from strata.engine.interface import Engine
+from strata.engine.protocol import Run, Sampling, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, EngineGone, RunError
 from strata.store.arena import Arena
 from strata.types import BLOCK_BYTES, MIB, PAGE, Span, Tokens, pad_to_page

@@ -35,7 +35,7 @@ from strata.cache.story import Story
 from strata.cache.streaming import Streaming
 from strata.cache.system_prompts import SystemPromptLimits, SystemPrompts
 from strata.cache.write_levels import WriteLevels
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.rules.checkpoints import CheckpointLimits
 from strata.rules.placement import Target
 from strata.store.arena import Arena

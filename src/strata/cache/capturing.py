@@ -16,7 +16,7 @@ from typing import Protocol
 from strata.cache.blocks import BlockPool
 from strata.cache.counters import CacheCounters
 from strata.cache.ram import Blocks
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.errors import EngineGone, EngineRefused
 from strata.rules import prefix
 from strata.types import Segment, Span, StageShape, pad_to_page

@@ -17,7 +17,7 @@ from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.ram import RamLevel
 from strata.cache.streaming import Streaming
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.errors import StrataError
 from strata.rules import prefix
 from strata.rules.checkpoints import CheckpointLimits, kept, root_position, to_take

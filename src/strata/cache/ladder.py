@@ -25,7 +25,7 @@ from strata.cache.ram import RamLevel
 from strata.cache.restoring import Applied, BadSegment, Fault, Planned, Restoring, need_bytes, planned_bytes
 from strata.cache.story import Story
 from strata.cache.system_prompts import SystemPrompts
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.rules.restore import Offer, Rung, next_rung

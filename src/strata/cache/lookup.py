@@ -16,7 +16,7 @@ from strata.cache.ladder import Found, Ladder
 from strata.cache.ram import RamLevel
 from strata.cache.restoring import need_bytes
 from strata.cache.system_prompts import SystemPrompts
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.types import Key, Tokens
 
 

@@ -27,7 +27,7 @@ from strata.cache.spilling import Spiller
 from strata.cache.story import Story
 from strata.cache.write_levels import WriteLevels
 from strata.cache.writing import PutWriter, manifest_of
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.rules.placement import (
     Destination,
     ParkFacts,

@@ -16,7 +16,7 @@ from strata.cache.disk import DiskLevel
 from strata.cache.passing import PassingSource
 from strata.cache.put import Put, PutOutcome
 from strata.cache.writing import PutWriter
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.rules.system_prompts import Variant
 from strata.types import Segment
 

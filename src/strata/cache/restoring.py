@@ -19,8 +19,8 @@ from strata.cache.capturing import block_lengths
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import HeldSegment, Match
 from strata.cache.ram import RamLevel
+from strata.engine.interface import Engine
 from strata.engine.pool_messages import POOL_IS_FULL
-from strata.engine.protocol import Engine
 from strata.errors import EngineGone
 from strata.rules import prefix
 from strata.store.format import SegmentHeader, plan_segment

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from strata.cache.blocks import BlockPool
 from strata.cache.capturing import block_lengths
-from strata.engine.protocol import Done, Engine
+from strata.engine.interface import Engine
+from strata.engine.protocol import Done
 from strata.errors import Busy, EngineGone, EngineRefused, NoMemory, StrataError
 from strata.store.session_format import Piece, Rows
 from strata.types import BLOCK_BYTES, MIB, Span, StageShape, Tokens, pad_to_page

@@ -36,7 +36,7 @@ from strata.cache.session_pieces import (
     take,
 )
 from strata.cache.writing import manifest_of
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.errors import DamagedFile, DiskRefused, EngineGone, EngineRefused, NotFound, SessionRefused
 from strata.rules import prefix
 from strata.rules.stages import is_split

@@ -24,7 +24,7 @@ from strata.cache.story import Story
 from strata.cache.tasks import watched
 from strata.cache.write_levels import WriteLevels
 from strata.cache.writing import PutWriter, manifest_of
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.rules import prefix
 from strata.store.format import CheckpointEntry
 from strata.types import Segment

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from strata.cache.blocks import BlockPool
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.errors import StrataError
 from strata.store.format import CheckpointHeader, plan_checkpoint
 from strata.store.writer import Failed, Written

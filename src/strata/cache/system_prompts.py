@@ -25,7 +25,7 @@ from strata.cache.put import DiskLimits, Leaving
 from strata.cache.story import Story
 from strata.cache.tasks import watched
 from strata.cache.writing import manifest_of, transient_need_bytes
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.rules.placement import Floor
 from strata.rules.system_prompts import Variant, beyond_count, variant_of
 from strata.store.format import CheckpointEntry, Manifest

@@ -15,7 +15,7 @@ from strata.cache.capturing import segment_lengths
 from strata.cache.disk import DiskLevel
 from strata.cache.put import Put
 from strata.cache.ram import Blocks, Payloads, RamLevel
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.store.format import (
     CheckpointEntry,
     CheckpointHeader,

@@ -1,6 +1,6 @@
 """The front's side of the engine: starts its process, watches it, starts it again, and keeps the books of one engine.
 
-`EngineClient` implements protocol.Engine for asyncio. It owns the policy of restarts (back-off, and a stop after
+`EngineClient` implements interface.Engine for asyncio. It owns the policy of restarts (back-off, and a stop after
 repeated failures); what happens on one process's pipe is `process.py`. It does not know what slots are used for: when a
 new process is up, `on_restart` tells the layers above that every slot is empty.
 """

@@ -56,7 +56,7 @@ class FakeCheckpoint:
 
 
 class FakeEngine:
-    """Implements protocol.Engine. `kill` ends the "process": running requests fail, every slot is empty afterwards."""
+    """Implements interface.Engine. `kill` ends the "process": running requests fail, every slot is empty afterwards."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class FakeEngine:
 
 
 class FakeRun:
-    """Implements protocol.Generation: Progress (and Held) to the prompt's end, then a token each time it is asked."""
+    """Implements interface.Generation: Progress (and Held) to the prompt's end, then a token each time it is asked."""
 
     def __init__(self, engine: FakeEngine, command: Run) -> None:
         self._engine, self._command, self._born = engine, command, engine.generation

@@ -348,7 +348,7 @@ async def _to_the_end(future: asyncio.Future[Answer | JobFailed]) -> Answer | Jo
 
 
 class RunHandle:
-    """The events of one request; implements protocol.Generation."""
+    """The events of one request; implements interface.Generation."""
 
     def __init__(self, number: int, slot: int, send: Callable[[Command], None]) -> None:
         self.number = number

@@ -12,7 +12,7 @@ from strata.cache.cache import ConversationCache
 from strata.cache.checkpoints import Captured
 from strata.cache.parking import Parking, ParkJob
 from strata.cache.tasks import watched
-from strata.engine.protocol import Engine
+from strata.engine.interface import Engine
 from strata.rules import prefix
 from strata.serve.pool import Pool
 from strata.serve.slots import Slot, Slots

@@ -16,18 +16,8 @@ import msgspec
 import numpy as np
 
 from strata.cache.checkpoints import Captured, CheckpointTaker
-from strata.engine.protocol import (
-    Delta,
-    Engine,
-    Finished,
-    Generation,
-    Held,
-    Paused,
-    Progress,
-    Run,
-    pack_tokens,
-    unpack_tokens,
-)
+from strata.engine.interface import Engine, Generation
+from strata.engine.protocol import Delta, Finished, Held, Paused, Progress, Run, pack_tokens, unpack_tokens
 from strata.errors import BadRequest, ContextOverflow, EngineGone, RunError, StrataError
 from strata.rules import prefix
 from strata.rules.slots import Seat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -179,8 +179,28 @@ def test_only_reads_are_stopped(stage: Stage) -> None:
     assert stage.served.context.stop[0] == 0
     loop.interrupt(1)
     assert stage.served.context.stop[0] == 1
-    ended = stage.play(run(1, 0, max_tokens=1), ends=1)[1]  # the next step begins without it
+    late = [Cancel(request=number) for number in (1, 2, 1)]  # of requests that have ended
+    ended = stage.play(*late, run(1, 0, max_tokens=1), ends=1)[1]  # the next step begins without it
     assert isinstance(ended, Finished) and ended.reason == "length"
+
+
+@pytest.mark.parametrize("name", ["qwen2vl", "qwen35"])
+def test_a_cancel_between_two_steps_is_not_missed(name: str, tiny_paths: dict[str, Path]) -> None:
+    """It comes when the loop has looked for commands already, and the next step is planned: that step is not made."""
+    stage = Stage(tiny_paths[name], agenda=False)
+    loop, plan = stage.loop, stage.loop._turns.plan
+
+    def planned(active: Sequence[Request], held: Callable[[int], int]) -> Plan:
+        if held(0) == 64 and loop._cancels_told == 0:
+            loop.interrupt(1)
+            stage.inbox.put(Cancel(request=1))
+        return plan(active, held)
+
+    loop._turns.plan = planned  # type: ignore[method-assign]
+    ended = stage.play(run(1, 0), ends=1)[1]
+    assert isinstance(ended, Finished) and (ended.reason, ended.held) == ("cancelled", 64)
+    assert stage.served.context.last_position(0) == 63
+    stage.served.context.close()
 
 
 def test_recurrent_memory_is_not_stopped(tiny_paths: dict[str, Path]) -> None:

@@ -62,6 +62,7 @@ class Loop:
         self._takes_checkpoints = served.checkpoints is not None
         self._can_stop = is_cuttable(served.model)
         self._stoppable: frozenset[int] = frozenset()  # requests for whose sake the running step may be stopped
+        self._cancels_told = self._cancels_taken = 0  # of how many `interrupt` told, and how many have arrived
         self._turns = Turns(
             knobs_of(served.settings),
             full=served.settings.read_chunk,
@@ -116,6 +117,7 @@ class Loop:
                 self._waiting.append(command)
 
     def _cancel(self, number: int) -> None:
+        self._cancels_taken += 1
         for request in [*self._active, *self._pauses.waiting]:
             if request.number == number:
                 self._finish(request, "cancelled")
@@ -255,7 +257,8 @@ class Loop:
         return sum(n for _, n in plan.parts)
 
     def interrupt(self, number: int) -> None:
-        """A request was cancelled: stop the step that reads its prompt. From any thread, its Cancel queued."""
+        """A request is cancelled: stop the step that reads its prompt. From one other thread, before it sends it."""
+        self._cancels_told += 1
         if number in self._stoppable:
             self._context.stop[0] = 1
 
@@ -265,6 +268,9 @@ class Loop:
         self._context.stop[0] = 0  # before anybody may set it for this step
         if self._can_stop and not parts[-1][0].is_writing:  # those who read come last
             self._stoppable = frozenset(request.number for request, _ in parts if not request.is_writing)
+        if self._cancels_told > self._cancels_taken:  # too early for `interrupt`, too late for `_receive`
+            self._stoppable = frozenset()
+            return False
         code = self._clock.inside(partial(self._context.decode, rows))
         self._stoppable = frozenset()
         if code == 0:

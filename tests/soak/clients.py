@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 
 ANSWER_S = 120.0
+CLIENT_TALKS = 6
+"""Most conversations that a client goes on with."""
 MOST_TOKENS = 1100
 """A conversation of more tokens is not continued."""
 SENTENCE_TOKENS = 24
@@ -65,12 +67,16 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """What the clients share: all canaries there are, all replies, who has copied whose conversation."""
+    """What the clients share: all canaries there are, all replies, who has copied whose conversation.
+
+    `recent`: the conversations in the order of their last turns.
+    """
 
     found: Finding = field(default_factory=Finding)
     words: set[str] = field(default_factory=set)
     replies: dict[str, str] = field(default_factory=dict)
     copied: set[tuple[int, str]] = field(default_factory=set)
+    recent: list[Talk] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, talk: Talk, prompt: str, answer: Answer) -> None:
@@ -179,7 +185,9 @@ class Client:
         answer = self.ask(http, talk, messages)
         talk.messages = [*messages, {"role": "assistant", "content": answer.text}]
         talk.tokens = answer.prompt_tokens + answer.completion_tokens
-        self.talks = [*(other for other in self.talks if other is not talk), talk][-6:]
+        self.talks = [*(other for other in self.talks if other is not talk), talk][-CLIENT_TALKS:]
+        with self._world.lock:
+            self._world.recent = [*(other for other in self._world.recent if other is not talk), talk][-CLIENT_TALKS:]
         return answer
 
     def copy(self, http: httpx.Client, talk: Talk) -> None:

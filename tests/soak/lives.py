@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from tests.crash.kills import du, look_at
 from tests.serve.running import RunningServer, wait_for
-from tests.soak.clients import KEYS, STRANGER_TOKENS, Client, Talk, World
+from tests.soak.clients import KEYS, STRANGER_TOKENS, Client, World
 
 CLIENTS = 8
 STRANGER = "soak-key-of-nobody"
@@ -100,7 +100,6 @@ class Soak:
         self._life_s = seconds / 2
         self._model = model
         self._clients = [Client(i, seed, self.world) for i in range(CLIENTS)]
-        self._newest: list[Talk] = []
 
     def run(self) -> None:
         for life in range(2):
@@ -108,7 +107,6 @@ class Soak:
                 if life:
                     self._returns(server)
                 self._live(server)
-                self._newest = [client.talks[-1] for client in self._clients if client.talks][:RETURNING]
                 self._read_log(server)
                 server.stop()
                 self._read_log(server)
@@ -263,13 +261,14 @@ class Soak:
         """A new process: the newest conversations come from disk, and a new key has nothing of them."""
         client = self._clients[0]
         with httpx.Client(base_url=server.url, timeout=120) as http:
-            for talk in self._newest:
+            newest = self.world.recent[-RETURNING:]
+            for talk in newest:
                 answer = client.ask(http, talk, client.prompt(talk, 1))
                 from_disk = "warm" in answer.header or "cold" in answer.header
                 is_back = answer.cached_tokens * 2 > talk.tokens and from_disk
                 self.figures.restored += is_back
                 self.figures.expect(is_back, f"{talk.tokens} tokens came back as {answer.header}")
-            body = client.body(self._newest[0], self._newest[0].messages[:-1], max_tokens=2)
+            body = client.body(newest[0], newest[0].messages[:-1], max_tokens=2)
             url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
             told = http.post(url, json=body, headers={"X-Api-Key": STRANGER}).raise_for_status().json()["usage"]
             cached = told["prompt_tokens_details"]["cached_tokens"]

@@ -134,12 +134,14 @@ class Soak:
     def _live(self, server: RunningServer) -> None:
         self._talk(server, self._life_s * WARM_UP_SHARE)
         self._rest(server)
-        before = self._footprints(server)
+        before = after = self._footprints(server)
         parts = RESTS if self._life_s > SHORT_S else 1
         for _ in range(parts):
             self._talk(server, self._life_s * (1 - WARM_UP_SHARE) / parts)
             self._rest(server)
-        self._compare(before, self._footprints(server))
+            after = self._footprints(server)
+            print(f"rest {self.figures.rests}: {after}", file=sys.stderr, flush=True)  # a leak grows from rest to rest
+        self._compare(before, after)
         self._count(server.status())
 
     def _talk(self, server: RunningServer, seconds: float) -> None:

@@ -14,13 +14,14 @@ ifneq ($(filter x86_64 amd64,$(shell uname -m)),)
 export CMAKE_ARGS ?= -DGGML_NATIVE=OFF
 endif
 
-.PHONY: help serve test check crash docs bench-restart bench-park bench-restore bench-serve clean
+.PHONY: help serve test check crash soak docs bench-restart bench-park bench-restore bench-serve clean
 
 help:
 	@echo "make serve          install into $(VENV) and serve the bundled model with a durable cache (ARGS=... adds flags)"
 	@echo "make test           run the tests"
 	@echo "make check          formatting, lint, types, import rules, laws"
 	@echo "make crash          proof of durability: every state that a power cut may leave, and 220 kills of the real server under load"
+	@echo "make soak           ten minutes of random clients on the real server (ARGS=\"--minutes 1\"), everything accounted for at rest"
 	@echo "make bench-restart  measure what a restart costs with and without the cache"
 	@echo "make bench-park     measure what keeping conversations costs (ARGS=\"stall save\": parts of it) and saves"
 	@echo "make bench-restore  measure what bringing a conversation back costs (ARGS=\"rates stall\": parts of it), and what is reused"
@@ -43,6 +44,9 @@ check: $(VENV)/.installed-dev
 
 crash: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.crash
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak $(ARGS)
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m strata.cli.docs docs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,9 +79,24 @@ def test_a_chunk_beside_writing_is_bounded_in_time() -> None:
     active = [writing(2), reading(1, 6000)]
     assert sizes(turns(token_s=0.002).plan(active, nothing)) == [(2, 1), (1, 96)]  # 0.25 s, in steps of 32
     assert sizes(turns(token_s=1.0).plan(active, nothing)) == [(2, 1), (1, 32)]
-    assert sizes(turns(token_s=0.002).plan(active[1:], nothing)) == [(1, 512)]
-    assert sizes(turns(token_s=0.002, stoppable=False).plan(active[1:], nothing)) == [(1, 224)]
+    assert sizes(turns(token_s=0.002).plan(active[1:], nothing)) == [(1, 224)]
+    assert sizes(turns(token_s=0.0005).plan(active[1:], nothing)) == [(1, 512)]
     assert sizes(turns(token_s=9.0).plan(active[1:], nothing)) == [(1, 64)]
+
+
+def test_without_the_agenda_batches_beside_writing_are_full_if_they_can_be_stopped() -> None:
+    active = [writing(2), reading(1, 6000)]
+    assert sizes(turns(Knobs(), token_s=0.006).plan(active, nothing)) == [(1, 512)]
+    assert sizes(turns(Knobs(), token_s=0.006).plan(active[1:], nothing)) == [(1, 64)]
+    assert sizes(turns(Knobs(), token_s=0.002, stoppable=False).plan(active, nothing)) == [(1, 224)]
+
+
+def test_writing_is_owed_its_share_of_a_step_that_was_stopped() -> None:
+    one, active = turns(Knobs()), [writing(2), reading(1, 6000)]
+    plan, pace = one.plan(active, nothing), one.token_s
+    assert sizes(plan) == [(1, 512)]
+    one.spent(plan, 1.0, 1)
+    assert sizes(one.plan(active, nothing)) == [(2, 1)] and one.token_s == pace
 
 
 def test_the_pace_is_measured() -> None:
@@ -170,17 +185,40 @@ def test_a_step_that_was_stopped_for_nothing_is_done_again(stage: Stage, monkeyp
     assert [event.held for event in stage.events if isinstance(event, Progress)] == [64, 128, 130]
 
 
-def test_only_reads_are_stopped(stage: Stage) -> None:
-    loop = stage.loop
+def test_only_reads_are_stopped_and_not_twice_for_others(stage: Stage) -> None:
+    loop, stop = stage.loop, stage.served.context.stop
     loop.interrupt(1)
-    assert stage.served.context.stop[0] == 0
-    loop._stoppable = frozenset({1})
+    assert stop[0] == 0
+    loop._stoppable, loop._was_stopped = frozenset({1}), True
     loop.interrupt(2)
-    assert stage.served.context.stop[0] == 0
+    assert stop[0] == 0
     loop.interrupt(1)
-    assert stage.served.context.stop[0] == 1
-    ended = stage.play(run(1, 0, max_tokens=1), ends=1)[1]  # the next step begins without it
+    assert stop[0] == 1
+    stop[0], loop._was_stopped = 0, False
+    loop.interrupt(2)
+    assert stop[0] == 1
+    late = [Cancel(request=number) for number in (1, 2, 1, 2)]  # of requests that have ended
+    ended = stage.play(*late, run(1, 0, max_tokens=1), ends=1)[1]  # the next step begins without it
     assert isinstance(ended, Finished) and ended.reason == "length"
+
+
+@pytest.mark.parametrize("name", ["qwen2vl", "qwen35"])
+def test_a_cancel_between_two_steps_is_not_missed(name: str, tiny_paths: dict[str, Path]) -> None:
+    """It comes when the loop has looked for commands already, and the next step is planned: that step is not made."""
+    stage = Stage(tiny_paths[name], agenda=False)
+    loop, plan = stage.loop, stage.loop._turns.plan
+
+    def planned(active: Sequence[Request], held: Callable[[int], int]) -> Plan:
+        if held(0) == 64 and loop._cancels_told == 0:
+            loop.interrupt(1)
+            stage.inbox.put(Cancel(request=1))
+        return plan(active, held)
+
+    loop._turns.plan = planned  # type: ignore[method-assign]
+    ended = stage.play(run(1, 0), ends=1)[1]
+    assert isinstance(ended, Finished) and (ended.reason, ended.held) == ("cancelled", 64)
+    assert stage.served.context.last_position(0) == 63
+    stage.served.context.close()
 
 
 def test_recurrent_memory_is_not_stopped(tiny_paths: dict[str, Path]) -> None:

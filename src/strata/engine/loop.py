@@ -2,10 +2,9 @@
 
 One turn of the loop: receive what has arrived (waiting only when there is nothing else to do), carry out queued slot
 commands (any number of metadata operations; captures and applies until the stall budget is used), then one step, whose
-rows the agenda plans (`turns.py`). A step that reads the prompt of a request that is cancelled is stopped; one that
-finds no free cells makes requests give way (`pausing.py`). The events of a step leave in one write. Commands of one
-slot keep their order; those of others may pass. Prompts are prepared elsewhere (`worker.py`); what the commands do is
-`jobs.py`.
+rows the agenda plans (`turns.py`). A step that reads is stopped when a request is cancelled; one that finds no free
+cells makes requests give way (`pausing.py`). The events of a step leave in one write. Commands of one slot keep their
+order; those of others may pass. Prompts are prepared elsewhere (`worker.py`); what the commands do is `jobs.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,9 @@ class Loop:
         self._slots = served.slots
         self._takes_checkpoints = served.checkpoints is not None
         self._can_stop = is_cuttable(served.model)
-        self._stoppable: frozenset[int] = frozenset()  # requests for whose sake the running step may be stopped
+        self._stoppable: frozenset[int] = frozenset()  # requests that read in the running step, if it may be stopped
+        self._was_stopped = False  # the last step that read was: the next one is not, for the sake of others
+        self._cancels_told = self._cancels_taken = 0  # of how many `interrupt` told, and how many have arrived
         self._turns = Turns(
             knobs_of(served.settings),
             full=served.settings.read_chunk,
@@ -116,6 +117,7 @@ class Loop:
                 self._waiting.append(command)
 
     def _cancel(self, number: int) -> None:
+        self._cancels_taken += 1
         for request in [*self._active, *self._pauses.waiting]:
             if request.number == number:
                 self._finish(request, "cancelled")
@@ -250,13 +252,17 @@ class Loop:
             request.begin_reading()
         writing = sum(request.is_writing for request in self._active)
         began = time.perf_counter()
-        if self._decode(plan.parts):
-            self._turns.done(plan, time.perf_counter() - began, writing)
+        done = self._decode(plan.parts)
+        (self._turns.done if done else self._turns.spent)(plan, time.perf_counter() - began, writing)
         return sum(n for _, n in plan.parts)
 
     def interrupt(self, number: int) -> None:
-        """A request was cancelled: stop the step that reads its prompt. From any thread, its Cancel queued."""
-        if number in self._stoppable:
+        """A request is cancelled: stop a step that reads. From one other thread, before it sends the Cancel.
+
+        Others who read in it lose what it has done so far, but never twice in a row.
+        """
+        self._cancels_told += 1
+        if number in self._stoppable or (self._stoppable and not self._was_stopped):
             self._context.stop[0] = 1
 
     def _decode(self, parts: Sequence[Part]) -> bool:
@@ -265,8 +271,13 @@ class Loop:
         self._context.stop[0] = 0  # before anybody may set it for this step
         if self._can_stop and not parts[-1][0].is_writing:  # those who read come last
             self._stoppable = frozenset(request.number for request, _ in parts if not request.is_writing)
+        if self._cancels_told > self._cancels_taken:  # too early for `interrupt`, too late for `_receive`
+            self._stoppable = frozenset()
+            return False
         code = self._clock.inside(partial(self._context.decode, rows))
         self._stoppable = frozenset()
+        if code in (0, _STOPPED) and not parts[-1][0].is_writing:
+            self._was_stopped = code == _STOPPED
         if code == 0:
             self._advance(parts)
             return True

@@ -25,9 +25,9 @@ from strata.rules.agenda import (
 
 _BESIDE_WRITING_S = 0.25  # a chunk may delay the next token of those that write for about so long (agenda on) ...
 _LEAST_BESIDE = 32  # ... but a pass over the weights shall not be for fewer tokens
-_NOT_STOPPABLE_S = 0.5  # memory that a stopped step would spoil: a cancelled read waits for its step
-_STOPPABLE_S = 4.0  # other reads can be stopped at any time: only so that progress is seen and blocks can be moved
-_LEAST = 64
+_READING_S = 0.5  # so long others wait to begin, move a block, or leave; a CPU reads no faster in longer chunks ...
+_LEAST = 64  # ... but slower in shorter ones
+_BY_TIME_S = 4.0  # agenda off: full batches, and writing gets as much time behind them. A step that can be stopped
 _STEP = 32  # chunks are multiples of this: matrix kernels like it
 _COUNTS = 16  # a read of fewer tokens says little about the pace
 
@@ -96,9 +96,9 @@ class Turns:
     def _full_batch(self, writing: int) -> int:
         """Tokens of a full batch, as far as time allows one."""
         beside = writing > 0 and not self._knobs.by_time
-        limit_s = _BESIDE_WRITING_S if beside else _STOPPABLE_S
-        if not self._stoppable:
-            limit_s = min(limit_s, _NOT_STOPPABLE_S)
+        limit_s = _BESIDE_WRITING_S if beside else _READING_S
+        if writing and self._knobs.by_time and self._stoppable:
+            limit_s = _BY_TIME_S
         tokens = int(limit_s / max(self.token_s, 1e-9)) // _STEP * _STEP
         return min(self._full, max(tokens, _LEAST_BESIDE if beside else _LEAST))
 
@@ -128,9 +128,13 @@ class Turns:
         if plan.turn is None:
             return
         self._starved = plan.turn.starved
-        if self._knobs.by_time:
+        self.spent(plan, seconds, writing)
+        if plan.read_tokens >= _COUNTS:
+            self.token_s = (self.token_s + seconds / plan.read_tokens) / 2
+
+    def spent(self, plan: Plan, seconds: float, writing: int) -> None:
+        """A step took `seconds`, also when it was stopped: writing is owed its share of them."""
+        if plan.turn is not None and self._knobs.by_time:
             self._owed_s = owed_after(
                 plan.turn, seconds=seconds, active=writing, knobs=self._knobs, owed_s=self._owed_s
             )
-        if plan.read_tokens >= _COUNTS:
-            self.token_s = (self.token_s + seconds / plan.read_tokens) / 2

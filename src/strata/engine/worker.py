@@ -133,9 +133,9 @@ class Worker:
         elif isinstance(command, Ping):
             self._events.send([Pong()])
         else:
-            self._inbox.put(command)
             if isinstance(command, Cancel) and self._loop is not None:
                 self._loop.interrupt(command.request)
+            self._inbox.put(command)
 
     def _progress(self, stage: str, fraction: float) -> None:
         last_stage, last_fraction = self._reported

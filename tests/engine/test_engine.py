@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -137,7 +138,10 @@ def test_a_stop_string(rig: Rig) -> None:
 def test_progress_counts_the_chunks(rig: Rig) -> None:
     tokens = rig.tokens(STORY)[:280]
     reply = rig.generate(tokens, max_tokens=1)
-    assert [(event.held, event.total) for event in reply.progress] == [(256, 280), (280, 280)]
+    held = [event.held for event in reply.progress]
+    assert held == sorted(set(held)) and held[-1] == 280, "ever further, to the end"
+    assert len(held) > 1 and max(b - a for a, b in pairwise([0, *held])) <= 256, "in chunks"
+    assert {event.total for event in reply.progress} == {280}
 
 
 def test_the_prefix_is_kept(rig: Rig) -> None:
@@ -306,13 +310,13 @@ def test_cancelling_takes_effect_within_one_chunk(rig: Rig) -> None:
     async def scene() -> tuple[Finished, float]:
         running = rig.run(tokens)
         first = await anext(aiter(running))
-        assert isinstance(first, Progress) and first.held == 256
+        assert isinstance(first, Progress) and 0 < first.held <= 256
         began = time.perf_counter()
         return await running.cancel(), time.perf_counter() - began
 
     finished, seconds = rig.do(scene())
     assert finished.reason == "cancelled"
-    assert finished.held in (256, 512) and finished.timing.read_tokens == finished.held
+    assert 0 < finished.held <= 512 and finished.timing.read_tokens == finished.held
     assert rig.do(rig.client.trim(0, 0)).ok
     assert seconds < 30
 

@@ -543,14 +543,19 @@ def test_a_damaged_segment_lets_what_precedes_it_go_down(tmp_path: Path, start: 
     play(scenario, tmp_path, slots=1, warm_bytes=int(2.9 * ONE))
 
 
-def test_one_larger_than_warm_is_handed_down_at_once(tmp_path: Path) -> None:
+def test_one_larger_than_warm_goes_past_it_and_only_what_is_new_is_written(tmp_path: Path) -> None:
     async def scenario(bench: Workbench) -> None:
         warm, cold = bench.cache.disks
         _, small = await stored(bench, other(1, 100))
-        _, large = await stored(bench, other(2, 1500))
+        first, large = await stored(bench, other(2, 1500))
         assert levels_of(bench, small) == {"warm"}, "it makes way for nothing that does not fit"
         assert levels_of(bench, large) == {"cold"}
-        assert (warm.counters.oversized, warm.counters.degraded, cold.counters.oversized) == (1, 1, 0)
+        written = [disk.writer.statistics().bytes_written for disk in (warm, cold)]
+        _, more = await stored(bench, later(other(2, 1500), first.text))
+        assert levels_of(bench, more) == {"cold"}
+        assert warm.writer.statistics().bytes_written == written[0]
+        assert cold.writer.statistics().bytes_written - written[1] < written[1] / 2
+        assert (warm.counters.oversized, warm.counters.degraded, cold.counters.oversized) == (0, 0, 0)
 
     play(scenario, tmp_path, slots=1, warm_bytes=ONE)
 

@@ -84,6 +84,18 @@ def test_without_space_below_a_full_volume_keeps_what_it_has(tmp_path: Path) -> 
     play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY)
 
 
+def test_what_can_never_fit_a_volume_empties_nothing(tmp_path: Path) -> None:
+    disk = SmallVolumes(warm=MARGIN_BYTES + int(1.6 * ONE))
+
+    async def scenario(bench: Workbench) -> None:
+        _, small = await stored(bench, other(1, 100))
+        _, large = await stored(bench, other(2, 1500))
+        await moved(bench)
+        assert levels_of(bench, small) == {"warm"} and levels_of(bench, large) == {"cold"}
+
+    play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY)
+
+
 def test_a_level_that_fails_is_passed_while_its_slot_is_there(tmp_path: Path) -> None:
     disk = SlowDisk()
     disk.fails = lambda kind, path: kind == "write" and "warm" in path.parts

@@ -47,7 +47,7 @@ def occupied(server: RunningServer) -> Iterator[None]:
         assert response.status_code == 200
         wait_for(lambda: slot_state(server) == "active", "an answer being written")
         yield
-    wait_for(lambda: not queue(server)["waiting"] and server.idle(), "an idle server")
+    wait_for(lambda: not queue(server)["waiting"] and server.idle(), "an idle server", ANSWER_S)
 
 
 def test_comments_tell_place_and_progress_and_disturb_no_client(server: RunningServer) -> None:
@@ -94,6 +94,19 @@ def test_who_leaves_while_waiting_is_gone_at_once(server: RunningServer) -> None
         wait_for(lambda: queue(server)["waiting"] == 0, "nobody waits")
         assert queue(server)["left"] == left + 2
         assert slot_state(server) == "active"
+
+
+def test_what_was_read_of_a_prompt_stays_when_its_client_leaves(server: RunningServer) -> None:
+    """Who asks again, because his patience ended or his client tries again by itself, goes on where it was."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Again. " + PROSE}], "max_tokens": 4}
+    with server.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        wait_for(lambda: int(server.http.get("/slots").json()[0]["n_past"]) >= 200, "a part of the prompt", ANSWER_S)
+        assert slot_state(server) == "reading" and response.status_code == 200
+    wait_for(server.idle, "an idle slot")
+    held = int(server.http.get("/slots").json()[0]["n_past"])
+    assert 200 <= held < 1300
+    answer = server.http.post("/v1/chat/completions", json=body, timeout=ANSWER_S)
+    assert answer.headers["x-strata-cache"].startswith(f"source=live; reused={held}/"), answer.headers
 
 
 @pytest.mark.parametrize("stream", [True, False])

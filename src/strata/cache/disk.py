@@ -257,14 +257,13 @@ class DiskLevel:
             log.warning("%s: over its budget by %d bytes, in use or unable to leave", self.name, plan.short_bytes)
 
     def hand_down(self, need_bytes: int) -> None:
-        """Let the oldest go until the volume, which may be full below the budget, has `need_bytes` more for others.
-
-        Nothing when the level below has no space either, or there is none.
-        """
+        """Let the oldest go until the volume itself has `need_bytes` more, if the level below has the space for them."""
         lacking = self.health.lacking_bytes(need_bytes + self._coming_bytes) - self._leaving_bytes
         if lacking <= 0 or self.limits.rejects or self.below is None or not self.below.takes(lacking):
             return
-        self.let_go(self._room().plan(self.limits.budget_bytes - self.used_bytes + lacking).serials, "budget")
+        plan = self._room().plan(self.limits.budget_bytes - self.used_bytes + lacking)
+        if not plan.short_bytes:
+            self.let_go(plan.serials, "budget")
 
     def _drop_quarantined(self, n_bytes: int) -> None:
         """What was set aside goes before any sound conversation; counted and logged."""

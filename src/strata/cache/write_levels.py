@@ -1,7 +1,7 @@
 """Which disk level the next write goes to: the fastest one that can take it.
 
-That is the write level as long as it works. While it fails, has no space on its volume or refuses what is new, writes
-go past it to the level below. It writes nothing.
+That is the write level as long as it works. While it fails, has no space on its volume or refuses what is new, or for a
+state that is larger than all of it, writes go past it to the level below. It writes nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ class WriteLevels:
         return f"WriteLevels({' -> '.join(disk.name for disk in self._disks)})"
 
     def choose(self, sizes: Mapping[Key, int], *, but: DiskLevel | None = None) -> DiskLevel | None:
-        """The level for files of these sizes; a full one is told to hand down what makes room for the next.
+        """The level for a state with files of these sizes; one without space is told to hand down for the next.
 
-        When none can take them, the one whose refusal is to be told. `but`: the one that failed to take them just now.
+        One whose whole budget is smaller is passed too. When none can take them, the one whose refusal is to be told.
+        `but`: the one that failed to take them just now.
         """
         for disk in self._disks:
             n_bytes = sum(n for key, n in sizes.items() if not disk.index.holds(key))
-            fits = disk is self.first or sum(sizes.values()) <= disk.limits.budget_bytes
-            if disk is not but and fits and disk.takes(n_bytes):
+            if disk is but or sum(sizes.values()) > disk.limits.budget_bytes:
+                continue
+            if disk.takes(n_bytes):
                 return disk
-            if disk is not but and disk.health.usable:
+            if disk.health.usable:
                 disk.hand_down(n_bytes)
         return next((disk for disk in self._disks if disk.health.usable), self.first)

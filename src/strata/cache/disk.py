@@ -257,7 +257,7 @@ class DiskLevel:
             log.warning("%s: over its budget by %d bytes, in use or unable to leave", self.name, plan.short_bytes)
 
     def hand_down(self, need_bytes: int) -> None:
-        """Let the oldest go until the volume itself has `need_bytes` more, if the level below has the space for them."""
+        """Let the oldest go until the volume itself has `need_bytes` more, if the level below has space for them."""
         lacking = self.health.lacking_bytes(need_bytes + self._coming_bytes) - self._leaving_bytes
         if lacking <= 0 or self.limits.rejects or self.below is None or not self.below.takes(lacking):
             return

@@ -36,6 +36,12 @@ def load(index: LevelIndex, scan: Scan, identity: bytes, *, name: str, is_archiv
             log.warning("%s: manifest %d is stale: %s; it is kept", name, stale.serial, stale.reason)
         if stale.manifest is not None and stale.manifest.identity == identity:
             unusable |= _load_manifest(index, scan, stale.manifest, stale.allocated_bytes)
+    if scan.foreign:
+        log.warning(
+            "%s: %d conversations belong to another model, K/V type or flash attention: they are kept, and not used",
+            name,
+            len(scan.foreign),
+        )
     for foreign in scan.foreign:
         index.add_conversation(
             Conversation.foreign(

@@ -321,7 +321,8 @@ async def settle(shop: Workshop, run: Running, request: TurnRequest) -> None:
 async def revert(shop: Workshop, run: Running, openers: Collection[int], captured: Sequence[Captured]) -> None:
     """After a cancel: back to the last turn opener that was evaluated. Half a reply is nobody's history (SPEC §6).
 
-    But what was read of a prompt stays: who asks again goes on there (docs/decisions/0016). Memory that cannot be cut goes back to the checkpoint that was taken there, or keeps what it holds.
+    But what was read of a prompt stays: who asks again goes on there (docs/decisions/0016). Memory that cannot be cut
+    goes back to the checkpoint that was taken there, or keeps what it holds.
     """
     slot = run.slot
     if not shop.engine.info.cuttable:

@@ -138,7 +138,7 @@ class Server:
             )
             self._sessions = Sessions(self._shop, mover)
 
-    def _open_levels(self) -> Choices | None:
+    def _open_levels(self) -> list[Choices]:
         """Lock the directories and reserve the arena; nothing at all when the cache is off."""
         config = self._config
         folders = {
@@ -158,12 +158,12 @@ class Server:
         if not self._has_cache:
             # Small chunks, touched when they are used: a save takes its two blocks of memory and no more.
             self._arena = Arena(session_bytes, LARGE_PAGE, pretouch=False) if session_bytes else None
-            return None
+            return []
         ram_bytes = config.conversation_cache_mib * MIB
         self._arena = Arena(ram_bytes + ram_bytes // ARENA_SLACK + TRANSIENT_BYTES + session_bytes)
         self._arena.reserve(max(ARENA_AT_START_BYTES, config.conversation_cache_reserve_mib * MIB))
-        kept_in = config.last_dir_in_use or config.system_prompt_dir_in_use
-        return Choices(Disk(), kept_in) if kept_in is not None else None
+        own = [root for root in dict.fromkeys((config.last_dir_in_use, *folders.values())) if root is not None]
+        return [Choices(Disk(), root) for root in own]
 
     @property
     def _has_cache(self) -> bool:

@@ -319,7 +319,7 @@ class Machine(RuleBasedStateMachine):
         self.disk.fails = lambda _, __: False
         self.bench.free_bytes = MEMORY["plenty"]
         for disk in self.cache.disks:
-            disk.health.failed_at = None  # the pause after a failure is over
+            disk.health.has_failed = False  # the pause after a failure is over
 
     @rule()
     def a_tick(self) -> None:

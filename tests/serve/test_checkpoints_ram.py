@@ -246,7 +246,7 @@ def test_a_changed_checkpoint_that_only_ram_has_falls_to_the_one_before(tmp_path
         assert second is not None
         assert (second.report.source, second.report.reused) == ("ram", before)
         disk.fails = lambda kind, path: False
-        bench.disk.health.failed_at = None
+        bench.disk.health.has_failed = False
         await bench.settle()
         # What is left of the first and all of the second are durable now.
         assert all(bench.cache.kept.is_durable(c.whole) for c in ram_of(bench).index.conversations())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -375,13 +374,13 @@ def test_a_cold_hit_is_written_back_and_only_then_superseded_below(tmp_path: Pat
         warm, cold = bench.cache.disks
         assert levels_of(bench, old) == {"cold"}
         disk.fails = lambda kind, path: kind == "write" and "warm" in path.parts
-        cold.health.failed_at = time.monotonic()
+        cold.health.has_failed = True
         second = await bench.turn(later(FIRST, first.text))
         await parked(bench)
         assert second is not None and "cold" in second.report.source
         assert levels_of(bench, old) == {"cold"}, "the write back failed: the cold copy stays"
         disk.fails = lambda _, __: False
-        warm.health.failed_at = cold.health.failed_at = None
+        warm.health.has_failed = cold.health.has_failed = False
         _, new = await stored(bench, later(FIRST, first.text))
         assert levels_of(bench, old) == set() and levels_of(bench, new) == {"warm"}
         assert cold.counters.superseded == 1 and warm.counters.superseded == 0
@@ -437,7 +436,7 @@ def test_a_degrade_that_fails_leaves_everything_and_is_not_spun(
         await moved(bench)
         assert failed < warm.counters.degrade_failed <= failed + 4
         disk.fails = lambda _, __: False
-        cold.health.failed_at = None
+        cold.health.has_failed = False
         bench.cache.tick()
         await moved(bench)
         assert warm.counters.degraded == cold.counters.adopted >= 1 and not over_budget(warm)
@@ -656,7 +655,7 @@ def test_a_move_to_the_archive_that_fails_leaves_the_entry_until_a_tick(tmp_path
         await moved(bench)
         assert cold.counters.archive_failed == 2, "once for each tick"
         disk.fails = lambda _, __: False
-        archive.health.failed_at = None
+        archive.health.has_failed = False
         bench.cache.tick()
         await moved(bench)
         assert (cold.counters.archived, cold.counters.superseded) == (1, 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +116,7 @@ def test_row(tmp_path: Path, case: Row, caplog: pytest.LogCaptureFixture) -> Non
     async def scenario(bench: Workbench) -> None:
         bench.free_bytes = case.memory
         if case.disk == "resting":
-            bench.disk.health.failed_at = time.monotonic()
+            bench.disk.health.has_failed = True
         if case.disk == "failing":
             disk.fails = lambda kind, _: kind == "write"
         answer = await bench.turn(FIRST)
@@ -135,7 +134,7 @@ def test_row(tmp_path: Path, case: Row, caplog: pytest.LogCaptureFixture) -> Non
         await parked(bench)
         assert ends(bench) == case.left
         disk.fails = lambda _, __: False
-        bench.free_bytes, bench.disk.health.failed_at = PLENTY, None
+        bench.free_bytes, bench.disk.health.has_failed = PLENTY, False
         assert answer is not None
         again = await bench.whole(later(FIRST, answer.text))
         assert (again.completed.cached_tokens > 600) == bool(case.where)
@@ -152,10 +151,10 @@ def test_row(tmp_path: Path, case: Row, caplog: pytest.LogCaptureFixture) -> Non
 
 def test_row_11_what_is_durable_leaves_ram_for_a_park_to_disk(tmp_path: Path) -> None:
     async def scenario(bench: Workbench) -> None:
-        bench.disk.health.failed_at = time.monotonic()
+        bench.disk.health.has_failed = True
         await bench.whole(FIRST)
         assert ends(bench) == {"parked_ram": 1} and bench.cache.counters.spilled == 1
-        bench.disk.health.failed_at = None
+        bench.disk.health.has_failed = False
         bench.free_bytes = MIB + 10_000  # the transient floor, and less than a park needs
         await bench.turn(ask(words(3, 300)))
         await parked(bench)

@@ -183,7 +183,7 @@ class Cascade:
             if isinstance(manifest, _Moved):
                 return manifest
             manifest = as_held(giver.index, manifest)
-            if refusal := _refusal(receiver, manifest):
+            if refusal := _refusal(giver, receiver, manifest):
                 return _Moved(arrived=False, reason=refusal)
             wanted, damage = len(manifest.keys), ""
             while True:
@@ -273,7 +273,7 @@ _WHY = {
 }
 
 
-def _refusal(receiver: DiskLevel, manifest: Manifest) -> str:
+def _refusal(giver: DiskLevel, receiver: DiskLevel, manifest: Manifest) -> str:
     """Why a receiver cannot take an entry; empty when it can."""
     missing = (n for key, n in manifest.objects.items() if not receiver.index.holds(key))
     n_bytes = sum(missing)
@@ -284,4 +284,6 @@ def _refusal(receiver: DiskLevel, manifest: Manifest) -> str:
     if refusal := receiver.refuses(n_bytes):
         receiver.counters.rejected += 1
         return refusal
-    return ""
+    if giver.level.volume.is_that_of(receiver.level.volume):
+        return ""  # links take no space
+    return receiver.health.no_space_for(n_bytes)

@@ -259,10 +259,11 @@ class DiskLevel:
     def hand_down(self, need_bytes: int) -> None:
         """Let the oldest go until the volume itself has `need_bytes` more, if the level below has space for them."""
         lacking = self.health.lacking_bytes(need_bytes + self._coming_bytes) - self._leaving_bytes
-        if lacking <= 0 or self.limits.rejects or self.below is None or not self.below.takes(lacking):
+        if lacking <= 0 or self.limits.rejects or self.below is None:
             return
         plan = self._room().plan(self.limits.budget_bytes - self.used_bytes + lacking)
-        if not plan.short_bytes:
+        going = {key for serial in plan.serials for key in self.index.conversation(serial).objects}
+        if not plan.short_bytes and self.below.takes(sum(map(self.index.bytes_of, going))):
             self.let_go(plan.serials, "budget")
 
     def _drop_quarantined(self, n_bytes: int) -> None:
@@ -310,8 +311,8 @@ class DiskLevel:
             self.on_leaving(self, leaving, why)
 
     def retry_stuck(self) -> None:
-        """Let everything that could not leave try again, and see how much space there is by now."""
-        self.writer.look()
+        """Let everything that could not leave try again, and see how the disk is by now."""
+        self.health.probe()
         self.removals.retry(lambda key: key in self._coming or self.index.holds(key) or self.index.is_named(key))
         stuck, self.stuck = self.stuck, {}
         for serial, why in stuck.items():

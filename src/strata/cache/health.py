@@ -1,27 +1,27 @@
-"""Whether the disk of a level takes writes at this moment: its writer lives, did not just fail, and has space.
+"""Whether the disk of a level takes writes at this moment: its writer lives, does not fail, and has space.
 
-It looks at the writer alone, and touches no file.
+After a failure it is tried with a small file, and with somebody's state only if nothing else can keep that.
 """
 
 from __future__ import annotations
 
-import time
+import asyncio
 
 from strata.store.writer import OK, Writer
 from strata.types import KIB, MIB
 
 RETRY_S = 5.0
-"""After a failure a disk is left alone for so long, unless nothing else can keep a state."""
+"""After a failed spill the state waits for so long."""
 MARGIN_BYTES = 256 * KIB
 """Space that a volume must have beside the files of a write: for manifests and folders."""
 
 
 class Health:
-    """Of one level. `failed_at`: when a write failed that none has followed since, on the monotonic clock."""
+    """Of one level. `has_failed`: the last write did."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self.failed_at: float | None = None
+        self.has_failed = False
         self._short_bytes = 0  # that the volume lacked for the last write that was not tried
 
     def __repr__(self) -> str:
@@ -29,9 +29,8 @@ class Health:
 
     @property
     def usable(self) -> bool:
-        """Whether writing may succeed: the writer lives, and did not fail a moment ago."""
-        resting = self.failed_at is not None and time.monotonic() - self.failed_at < RETRY_S
-        return self._writer.is_alive and not resting
+        """Whether writing may succeed: the writer lives, and nothing failed since a write, or a probe, succeeded."""
+        return self._writer.is_alive and not self.has_failed
 
     @property
     def state(self) -> str:
@@ -40,8 +39,14 @@ class Health:
 
     def note(self) -> None:
         """A write ended: remember whether the disk fails, so that others go elsewhere for a moment."""
-        self.failed_at = None if self._writer.state == OK else time.monotonic()
+        self.has_failed = self._writer.state != OK
         self._short_bytes = 0
+
+    def probe(self) -> None:
+        """See whether the disk works again, and how much space there is by now."""
+        probed = asyncio.wrap_future(self._writer.probe())
+        if self.has_failed:
+            probed.add_done_callback(lambda _: self.note())
 
     def lacking_bytes(self, n_bytes: int) -> int:
         """By how much the volume is too small for `n_bytes` more; 0 when it is not."""

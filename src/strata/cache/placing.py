@@ -50,7 +50,7 @@ class Placing:
         if placed.destination in (Destination.DISCARD, Destination.DROP):
             if refusal and placed.destination is Destination.DISCARD and disk is not None:
                 desk.counters.refused += 1
-                disk.counters.rejected += 1
+                disk.counters.rejected += disk.limits.rejects
             give_up(desk, job, placed, refusal)
             return None
         freed_bytes = 0
@@ -124,8 +124,9 @@ class Placing:
     def _refusal(self, job: ParkJob, segments: tuple[Segment, ...], disk: DiskLevel | None) -> str:
         """Why the level does not take them."""
         desk = self._desk
-        if disk is None or not disk.limits.rejects:
+        if disk is None:
             return ""
         missing = (s for s in segments if not disk.index.holds(s.key))
         rows = sum(sum(map(sum, segment_lengths(desk.engine, s))) for s in missing)
-        return disk.refuses(rows + sum(one.n_bytes for one in job.checkpoints if not disk.index.holds(one.key)))
+        n_bytes = rows + sum(one.n_bytes for one in job.checkpoints if not disk.index.holds(one.key))
+        return disk.refuses(n_bytes) or disk.health.no_space_for(n_bytes)

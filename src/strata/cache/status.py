@@ -32,7 +32,7 @@ def disk_status(disk: DiskLevel) -> dict[str, object]:
         "budget_bytes": disk.limits.budget_bytes,
         "used_bytes": disk.level.used_bytes,
         "over_budget": over_budget(disk),
-        "free_bytes": disk.level.free_bytes(),
+        "free_bytes": disk.level.volume.free_bytes(),
         "writes_under_way": disk.puts_under_way,
         "moving": len(disk.moving),
         "writer": {"state": disk.health.state, "bytes_written": writes.bytes_written, "failures": writes.failures},

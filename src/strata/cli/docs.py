@@ -25,7 +25,7 @@ _ERRORS_HEAD = """# Errors
 Written by `make docs` from `src/strata/errors.py`; a test keeps it current.
 
 Over HTTP an error is `{"error": {"message", "type", "param", "code"}}` with the status below; on the command line it is
-one line on stderr and the exit code below.
+one line on stderr (for a flag that does not exist, with the usage before it) and the exit code below.
 
 | error | HTTP status | code | exit code | meaning |
 |---|---|---|---|---|

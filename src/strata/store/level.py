@@ -46,6 +46,7 @@ from strata.store.names import (
     serial_in,
 )
 from strata.store.scan import Scan, Walk, read_scan, walk
+from strata.store.volume import Volume
 from strata.types import Key
 
 
@@ -55,6 +56,7 @@ class Level:
     def __init__(self, root: Path, name: str, fs: Filesystem, lock: Lock) -> None:
         self.root = root
         self.name = name
+        self.volume = Volume(fs, root)
         self.counts = WriteCounts()
         self._fs = fs
         self._lock = lock
@@ -92,10 +94,6 @@ class Level:
     def usage(self) -> int:
         """The same by walking the directory, as `du` does."""
         return walk(self._fs, self.root).used_bytes
-
-    def free_bytes(self) -> int:
-        """Free space on the volume."""
-        return self._fs.free_bytes(self.root)
 
     def next_serial(self) -> int:
         """A serial above every one seen in the directory or given out before."""

@@ -80,7 +80,7 @@ class Writer:
         self._fillers = ThreadPoolExecutor(WRITES_AT_ONCE, f"filler-{level.name}")
         self._tickets: dict[int, Ticket] = {}  # changed by the thread alone, like the next five
         self._state = OK
-        self.free_bytes = level.free_bytes()
+        self.free_bytes = level.volume.free_bytes()
         """What the volume had left for this user when the last job ended."""
         self._failures = 0
         self._seconds = 0.0
@@ -275,9 +275,9 @@ class Writer:
         """Set a damaged manifest aside."""
         return self._submit(lambda: Quarantined(found=self._level.quarantine_manifest(serial)))
 
-    def look(self) -> None:
-        """Look again how much the volume has left, behind the jobs that wait."""
-        self._submit(lambda: None)
+    def probe(self) -> Future[Failed | None]:
+        """Behind the jobs that wait: see how much the volume has left and, after a failure, whether it takes a file."""
+        return self._submit(lambda: None if self._state == OK else self._level.volume.probe(), proves_disk=True)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every job given so far is done; False when that took longer than `timeout` seconds."""
@@ -373,7 +373,7 @@ class Writer:
             self._state = OK
         self._seconds += time.monotonic() - started
         with suppress(OSError):
-            self.free_bytes = self._level.free_bytes()
+            self.free_bytes = self._level.volume.free_bytes()
         self._wait_more(-1, -n_bytes)
         if self._state != before:
             log.warning("writer of the %s level: %s", self._level.name, self._state)

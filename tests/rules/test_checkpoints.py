@@ -42,6 +42,9 @@ def test_the_deepest_stay_and_the_root(
         ([40, 80], [40, 80, 90], 85, 6, False),
         ([40, 60, 80], [40, 90], 85, 6, True),  # it would have kept those at 60 and 80
         ([40, 60, 80], [40, 90], 85, 2, False),  # two: the root and the deepest, which it has
+        ([30, 60], [40, 70, 80, 90], 85, 4, False),  # one before the root is no root
+        ([40, 60], [70, 80, 90], 85, 3, True),  # it lacks the root
+        ([40, 60], [70, 80, 90], 35, 3, False),  # the root of another prompt
         ([40, 80], [40, 90], 70, 6, False),  # the one at 80 is of a reply that was rewritten
         ([40, 60], [40, 70, 80, 90], 85, 4, False),  # dropped as one too many
         ([40, 60], [40, 70, 80, 90], 85, 5, True),
@@ -50,7 +53,7 @@ def test_the_deepest_stay_and_the_root(
 def test_a_state_stays_for_checkpoints_that_a_newer_one_lacks(
     old: list[int], newer: list[int], shared: int, keep: int, stays: bool
 ) -> None:
-    assert outlive(old, newer, shared=shared, keep=keep) == stays
+    assert outlive(old, newer, shared=shared, root=40, keep=keep) == stays
 
 
 def test_a_prompt_is_read_up_to_its_root_its_frontier_and_the_multiples() -> None:

@@ -139,6 +139,10 @@ class ConversationCache:
             self._admission.promised_bytes = lambda: self.ram.promised_bytes if self.ram is not None else 0
         for disk in self.disks:
             disk.on_recorded = partial(self._became_durable, disk)
+        if self.taker is not None:
+            self.cascade.checkpoints_of = self.taker.for_adopted
+            for disk in self.disks:
+                disk.index.root_of = self.taker.root_of
         self.ladder.system_prompts = self.system_prompts
         if self.system_prompts is not None:
             self.system_prompts.taker = self.taker

@@ -13,13 +13,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
 from strata.cache.put import Leaving, Put
 from strata.cache.splits import as_held
 from strata.cache.story import Story
 from strata.cache.tasks import watched
-from strata.store.format import Manifest
+from strata.store.format import CheckpointEntry, Manifest
 from strata.store.reader import Damaged, Missing
 from strata.store.writer import Failed
 
@@ -57,6 +59,8 @@ class Cascade:
         self.archive = archive
         self._story = story
         self._clock = clock
+        self.checkpoints_of: Callable[[DiskLevel, Manifest], tuple[CheckpointEntry, ...]] = _its_own
+        """Which a level is to name for a state that it adopts."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = {level.name: asyncio.Lock() for level in levels}
         for level in self.levels:
@@ -187,7 +191,7 @@ class Cascade:
                 return _Moved(arrived=False, reason=refusal)
             wanted, damage = len(manifest.keys), ""
             while True:
-                put = receiver.begin_put(manifest, whole=False, born=entry.born)
+                put = receiver.begin_put(self._named(receiver, manifest, wanted), whole=False, born=entry.born)
                 reached, reason, unreadable = 0, "it was interrupted", False
                 try:
                     reached, reason, unreadable = await self._adopt(giver, receiver, put, wanted, may_link_shared)
@@ -202,6 +206,12 @@ class Cascade:
             )
         finally:
             giver.index.release(entry.objects)
+
+    def _named(self, receiver: DiskLevel, manifest: Manifest, wanted: int) -> Manifest:
+        """`manifest`, of whose segments the first `wanted` can be read, as the receiver is to have it."""
+        if receiver.limits.is_archive:
+            return manifest
+        return replace(manifest, checkpoints=self.checkpoints_of(receiver, manifest.first(wanted)))
 
     async def _manifest(self, giver: DiskLevel, serial: int) -> Manifest | _Moved:
         found = await asyncio.wrap_future(giver.reader.manifest(serial))
@@ -271,6 +281,10 @@ _WHY = {
     "budget": "the oldest of a level over its budget",
     "age": "older than the limit",
 }
+
+
+def _its_own(_: DiskLevel, manifest: Manifest) -> tuple[CheckpointEntry, ...]:
+    return manifest.checkpoints
 
 
 def _refusal(giver: DiskLevel, receiver: DiskLevel, manifest: Manifest) -> str:

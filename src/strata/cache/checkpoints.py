@@ -22,7 +22,7 @@ from strata.errors import StrataError
 from strata.rules import prefix
 from strata.rules.checkpoints import CheckpointLimits, kept, root_position, to_take
 from strata.rules.prefix import shared_prefix
-from strata.store.format import CheckpointEntry
+from strata.store.format import CheckpointEntry, Manifest
 from strata.types import BLOCK_BYTES, Key, Span, Tokens
 
 log = logging.getLogger("strata.cache")
@@ -69,18 +69,33 @@ class CheckpointTaker:
 
     def positions(self, root: Key, tokens: Tokens, held: int) -> tuple[int, ...]:
         """Where to take some while a prompt is read into a slot that holds its first `held` tokens."""
-        stored = {**self._on_disk(root, tokens), **self._in_ram(root, tokens)}
+        on_disk = self._on_disk(self._disk, root, tokens) if self._disk is not None else {}
+        stored = on_disk | self._in_ram(root, tokens)
         return to_take(len(tokens), self._openers_at(tokens), self.limits, held=held, stored=stored)
 
     def for_disk(
-        self, root: Key, tokens: Tokens, captured: Sequence[Captured] = (), *, coming: bool = True
+        self, disk: DiskLevel, root: Key, tokens: Tokens, captured: Sequence[Captured] = (), *, coming: bool = True
     ) -> tuple[CheckpointEntry, ...]:
-        """Those that a state of `tokens` is to have on the write level: of what is on a level and what was captured.
+        """Those that a state of `tokens` is to have on `disk`: of what is there, what RAM has and what was captured.
 
         `coming`: and of what is on its way there, which may fail.
         """
         sizes = {new.position: new.n_bytes for new in captured}
-        sizes |= self._in_ram(root, tokens) | self._on_disk(root, tokens, coming=coming)
+        sizes |= self._in_ram(root, tokens) | self._on_disk(disk, root, tokens, coming=coming)
+        return self._entries(tokens, sizes)
+
+    def for_adopted(self, disk: DiskLevel, manifest: Manifest) -> tuple[CheckpointEntry, ...]:
+        """Those that a state of another level is to have on `disk`: of its own, and of what is there already.
+
+        Without the latter each state would lack what the one before it has there, and none would ever supersede it.
+        """
+        there = self._on_disk(disk, manifest.root, manifest.token_ids, coming=False)
+        if not there:
+            return manifest.checkpoints
+        sizes = {entry.position: entry.n_bytes for entry in manifest.checkpoints} | there
+        return self._entries(manifest.token_ids, sizes)
+
+    def _entries(self, tokens: Tokens, sizes: dict[int, int]) -> tuple[CheckpointEntry, ...]:
         return tuple(CheckpointEntry(position=at, n_bytes=sizes[at]) for at in self._kept(tokens, sizes))
 
     def for_ram(self, root: Key, tokens: Tokens) -> tuple[tuple[int, Key], ...]:
@@ -90,8 +105,11 @@ class CheckpointTaker:
         return tuple((at, there[at]) for at in self._kept(tokens, there))
 
     def _kept(self, tokens: Tokens, positions: dict[int, int] | dict[int, Key]) -> tuple[int, ...]:
-        root = root_position(self._openers_at(tokens), self.limits.root)
-        return kept(positions, root=root, keep=self.limits.keep)
+        return kept(positions, root=self.root_of(tokens), keep=self.limits.keep)
+
+    def root_of(self, tokens: Tokens) -> int | None:
+        """Where a state of these tokens has its root."""
+        return root_position(self._openers_at(tokens), self.limits.root)
 
     def _openers_at(self, tokens: Tokens) -> list[int]:
         return [int(at) for at in prefix.opener_positions(tokens, self._engine.info.openers)]
@@ -101,12 +119,10 @@ class CheckpointTaker:
         found = self._ram.index.checkpoints_along(root, tokens) if self._ram is not None else ()
         return {checkpoint.position: checkpoint.n_bytes for checkpoint in found}
 
-    def _on_disk(self, root: Key, tokens: Tokens, *, coming: bool = True) -> dict[int, int]:
-        """The same of the write level, or of what it is about to have."""
-        if self._disk is None:
-            return {}
-        stored = {found.position: found.n_bytes for found in self._disk.index.checkpoints_along(root, tokens)}
-        for manifest in self._disk.manifests_under_way if coming else ():
+    def _on_disk(self, disk: DiskLevel, root: Key, tokens: Tokens, *, coming: bool = True) -> dict[int, int]:
+        """The same of a disk level, or of what it is about to have."""
+        stored = {found.position: found.n_bytes for found in disk.index.checkpoints_along(root, tokens)}
+        for manifest in disk.manifests_under_way if coming else ():
             shared = shared_prefix(manifest.token_ids, tokens) if manifest.root == root else 0
             stored |= {entry.position: entry.n_bytes for entry in manifest.checkpoints if entry.position <= shared}
         return stored

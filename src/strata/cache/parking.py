@@ -245,11 +245,15 @@ class Parking:
 
     # ------------------------------------------------------------------------------------------------------------ disk
 
-    def _begin_put(self, checkpoints: tuple[CheckpointEntry, ...] = ()) -> PutWriter:
-        desk, job = self._desk, self.job
+    def _written_to(self) -> DiskLevel:
+        """Checkpoints that are written already are on the write level."""
         ticketed = self._checkpoints is not None and self._checkpoints.has_tickets
-        disk = desk.levels.first if ticketed else self._disk
+        disk = self._desk.levels.first if ticketed else self._disk
         assert disk is not None, "placed on disk without a disk level"
+        return disk
+
+    def _begin_put(self, checkpoints: tuple[CheckpointEntry, ...] = ()) -> PutWriter:
+        desk, job, disk = self._desk, self.job, self._written_to()
         manifest = manifest_of(
             desk.engine,
             tokens=job.tokens,
@@ -266,7 +270,7 @@ class Parking:
     async def _begin_with(self, checkpoints: ParkingCheckpoints) -> bool:
         """Begin the put once its last checkpoint is there; False when it has none and cannot be resumed anywhere."""
         await checkpoints.complete(self.job.slot)
-        entries = checkpoints.for_disk()
+        entries = checkpoints.for_disk(self._written_to())
         if not entries:
             self.give_up("no checkpoint of it could be taken")
             return False

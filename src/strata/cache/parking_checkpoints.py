@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata.cache.checkpoints import Captured, CheckpointTaker
+from strata.cache.disk import DiskLevel
 from strata.cache.ram import RamLevel
 from strata.cache.writing import PutWriter
 from strata.rules import prefix
@@ -68,9 +69,9 @@ class ParkingCheckpoints:
             self._captured[position] = self._taker.into_ram(captured, self._root, self._tokens)
         return self._taker.for_ram(self._root, self._tokens)
 
-    def for_disk(self) -> tuple[CheckpointEntry, ...]:
-        """Those that the manifest is to name."""
-        return self._taker.for_disk(self._root, self._tokens, tuple(self._captured.values()))
+    def for_disk(self, disk: DiskLevel) -> tuple[CheckpointEntry, ...]:
+        """Those that the manifest is to name there."""
+        return self._taker.for_disk(disk, self._root, self._tokens, tuple(self._captured.values()))
 
     def hand_over(self, writing: PutWriter) -> list[Key]:
         """Have what waits in blocks written, if it is missing; those that are not come back. Keys of what RAM has."""

@@ -26,7 +26,7 @@ from strata.cache.write_levels import WriteLevels
 from strata.cache.writing import PutWriter, manifest_of
 from strata.engine.interface import Engine
 from strata.rules import prefix
-from strata.store.format import CheckpointEntry
+from strata.store.format import Manifest
 from strata.types import Segment
 
 DAMAGED = "the copy in RAM was damaged"
@@ -165,16 +165,7 @@ class Spiller:
     async def _spill(self, entry: Conversation) -> bool:
         """Write one conversation; False when it did not become durable."""
         segments = prefix.chain(entry.root, entry.tokens, prefix.cuts(len(entry.tokens), entry.frontier or None))
-        manifest = manifest_of(
-            self._engine,
-            tokens=entry.tokens,
-            frontier=entry.frontier or None,
-            conversation=entry.conversation,
-            segments=segments,
-            checkpoints=self._checkpoints(entry),
-        )
-        disk = self._levels.choose(manifest.objects)
-        assert disk is not None, "spilled without a disk level"
+        disk, manifest = self._chosen(entry, segments)
         if disk.index.stores(entry.whole):
             self._counters.spill_skipped += 1
             return True
@@ -202,8 +193,24 @@ class Spiller:
             self._ram.release(leased)
         return self._ended(entry, disk, outcome)
 
-    def _checkpoints(self, entry: Conversation) -> tuple[CheckpointEntry, ...]:
-        return () if self._taker is None else self._taker.for_disk(entry.root, entry.tokens, coming=False)
+    def _chosen(self, entry: Conversation, segments: Sequence[Segment]) -> tuple[DiskLevel, Manifest]:
+        """Where it goes, and what it is to be there; what it would be on the write level decides."""
+        first = self._levels.first
+        assert first is not None, "spilled without a disk level"
+        manifest = self._manifest(entry, segments, first)
+        disk = self._levels.choose(manifest.objects) or first
+        return disk, manifest if disk is first else self._manifest(entry, segments, disk)
+
+    def _manifest(self, entry: Conversation, segments: Sequence[Segment], disk: DiskLevel) -> Manifest:
+        taker = self._taker
+        return manifest_of(
+            self._engine,
+            tokens=entry.tokens,
+            frontier=entry.frontier or None,
+            conversation=entry.conversation,
+            segments=segments,
+            checkpoints=() if taker is None else taker.for_disk(disk, entry.root, entry.tokens, coming=False),
+        )
 
     async def _write(self, segments: Sequence[Segment], writing: PutWriter) -> int:
         """Hand all that is missing to the writer; how many segments it has or had. What was damaged is left out."""

@@ -30,6 +30,8 @@ class LevelIndex:
     """What one level holds: conversations, segments, leases."""
 
     def __init__(self) -> None:
+        self.root_of: Callable[[Tokens], int | None] = lambda _: None
+        """Where a state of these tokens has its root, as a checkpoint (rules/checkpoints.py)."""
         self._segments: dict[Key, HeldSegment] = {}
         self._checkpoints = CheckpointIndex()
         self._bytes: dict[Key, int] = {}  # every segment and checkpoint on disk, usable or not
@@ -185,7 +187,8 @@ class LevelIndex:
             return False
         positions = [at for at, _ in self.usable_checkpoints(old.serial)]
         others = [at for at, _ in newer.checkpoints]
-        return outlive(positions, others, shared=shared_prefix(old.tokens, newer.tokens), keep=keep)
+        shared, root = shared_prefix(old.tokens, newer.tokens), self.root_of(newer.tokens)
+        return outlive(positions, others, shared=shared, root=root, keep=keep)
 
     def _same(self, conversation: bytes, root: Key) -> list[Conversation]:
         serials = self._serials_by_conversation.get(conversation, ())

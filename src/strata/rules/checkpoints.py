@@ -33,14 +33,14 @@ def kept(positions: Collection[int], *, root: int | None, keep: int) -> tuple[in
     return (root, *deepest[1:])
 
 
-def outlive(old: Collection[int], newer: Collection[int], *, shared: int, keep: int) -> bool:
+def outlive(old: Collection[int], newer: Collection[int], *, shared: int, root: int | None, keep: int) -> bool:
     """Whether a state must stay for its checkpoints' sake, although a newer one goes on from its first `shared` tokens.
 
-    `old`, `newer`: the positions of both. It must when the newer one lacks one that it would keep if it had it; its
-    first is taken for its root.
+    `old`, `newer`: the positions of both; `root`: of the newer one. It must when the newer one lacks one that it would
+    keep if it had it.
     """
     lacking = {at for at in old if at <= shared} - set(newer)
-    stay = kept({*lacking, *newer}, root=min(newer, default=None), keep=keep)
+    stay = kept({*lacking, *newer}, root=root, keep=keep)
     return not lacking.isdisjoint(stay)
 
 

@@ -45,7 +45,7 @@ def test_what_follows_a_hangup_ends_nothing_at_once(tmp_path, second):
     """Kernel and shell each send one when a terminal is closed, and the manager of its session a SIGTERM."""
     with RunningServer(tmp_path / "log", cold=tmp_path / "cold") as server:
         stream = server.client.chat.completions.create(
-            model="demo", messages=SHORT, max_tokens=64, stream=True, extra_body={"ignore_eos": True}
+            model="demo", messages=SHORT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
         )
         chunks = [next(chunk for chunk in stream if chunk.choices[0].delta.content)]
         os.killpg(server.pid, signal.SIGHUP)

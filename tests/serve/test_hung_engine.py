@@ -16,6 +16,7 @@ from tests.serve.test_restart import FIRST, ask, cached, next_turn
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": FIRST, "max_tokens": 1500, "ignore_eos": True}
+BRIEF = [{"role": "user", "content": "Hello."}]
 IMPATIENT = "tests.serve.impatient"
 
 
@@ -137,9 +138,9 @@ def test_an_engine_that_imports_for_longer_than_the_timeout_is_waited_for(tmp_pa
     (tmp_path / "sitecustomize.py").write_text(slow)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with RunningServer(tmp_path / "log", "--engine-timeout-s=2", extra={"PYTHONPATH": path}) as server:
-        ask(server, FIRST)
+        ask(server, BRIEF)
         server.wait_for_engine_after(server.kill_engine())
-        ask(server, FIRST)
+        ask(server, BRIEF)
         assert "--engine-timeout-s" not in server.log()
 
 

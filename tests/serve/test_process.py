@@ -167,8 +167,9 @@ class Unheard:
         if self._said is not None:
             with contextlib.suppress(BlockingIOError):  # a pipe or terminal that is full would hold the server up
                 os.read(self._said, 1 << 16)
-        url = self._url()
-        return bool(url) and httpx.get(url + "/health").status_code == 200
+        with contextlib.suppress(httpx.TransportError, psutil.Error):  # it does not listen yet, or has just ended
+            return httpx.get(self._url() + "/health").status_code == 200
+        return False
 
 
 @contextlib.contextmanager
@@ -213,5 +214,19 @@ def test_a_terminal_that_is_closed_costs_no_conversation(tmp_path):
     with unheard(tmp_path / "cold", output, said, lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) as server:
         server.talk()
         os.close(said)  # from here on nothing but the kernel tells the server
+        assert server.process.wait(STOP_S) == 0
+        assert server.manifests() == 1
+
+
+def test_a_terminal_that_goes_while_bars_are_shown_on_it_does_not_stop_the_start(tmp_path):
+    """It is not the server's own here, so nothing tells the server: its writes fail."""
+    said, output = pty.openpty()
+    with unheard(tmp_path / "cold", output) as server:
+        shown = b""
+        while b"loading" not in shown:
+            shown += os.read(said, 1 << 16)
+        os.close(said)
+        server.talk()
+        server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(STOP_S) == 0
         assert server.manifests() == 1

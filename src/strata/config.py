@@ -74,7 +74,9 @@ class Config:
     engine_timeout_s: int = field(
         default=120,
         metadata=_is(
-            whole(0, 86400), "seconds without an answer after which a hung engine process is replaced; 0 = never"
+            whole(0, 86400),
+            "seconds without an answer after which a hung engine process is replaced (one that starts has 120 at "
+            "least); 0 = never",
         ),
     )
     context: int | None = field(

@@ -1,6 +1,6 @@
 """Runs the real `strata` command around a scripted server instead of a model; a program, not a test.
 
-SCRIPT says what happens: "ok", "fails", "loads-forever", "stops-forever", "answers-forever".
+SCRIPT says what happens: "ok", "fails", "loads-forever", "stops-forever", "answers-forever", "http-fails".
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class Server:
         return True, ""
 
 
+async def failing_end(*_: object) -> None:
+    raise OSError("the network is gone")
+
+
 if __name__ == "__main__":
     wiring: Any = types.ModuleType("strata.serve.wiring")
     wiring.Server = Server
@@ -71,4 +75,6 @@ if __name__ == "__main__":
     from strata.cli.main import main
 
     strata.cli.serve.GRACE_S = 1
+    if SCRIPT == "http-fails":
+        strata.cli.serve._Http.end = failing_end  # type: ignore[method-assign]
     main()

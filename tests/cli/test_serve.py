@@ -102,7 +102,7 @@ def test_it_says_what_it_does_and_where_to_try_it(start: Start) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == "x"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_in_order(start: Start, number: int) -> None:
     process = start("ok")
     url = process.ready()
@@ -126,6 +126,14 @@ def test_answers_in_progress_are_cut_off_after_the_grace_before_the_server_stops
     assert process.exit_code() == 0
     assert process.output.index("turn ended") < process.output.index("stop called")
     assert "Traceback" not in process.output
+
+
+def test_it_stops_although_http_does_not_end_well(start: Start) -> None:
+    process = start("http-fails")
+    process.ready()
+    process.signal(signal.SIGTERM)
+    assert process.exit_code() == 1
+    assert "stop called" in process.output and "the network is gone" in process.output
 
 
 def test_a_second_signal_ends_it_at_once(start: Start) -> None:

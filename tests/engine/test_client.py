@@ -20,7 +20,7 @@ from tests.engine.rig import Rig
 
 from strata.engine import client as client_module
 from strata.engine.client import EngineClient
-from strata.engine.process import _environment
+from strata.engine.environment import environment
 from strata.engine.protocol import EngineSettings
 from strata.errors import ConfigError, EngineGone, ModelError
 
@@ -367,13 +367,13 @@ def test_memory_that_cannot_be_cut_says_so(runner: asyncio.Runner, tiny_paths: d
 
 
 def test_openmp_defaults_yield_to_the_users_choice() -> None:
-    assert _environment({})["GOMP_SPINCOUNT"] == "500"
-    assert _environment({"GOMP_SPINCOUNT": "5"})["GOMP_SPINCOUNT"] == "5"
-    assert "GOMP_SPINCOUNT" not in _environment({"OMP_WAIT_POLICY": "active"})
+    assert environment({})["GOMP_SPINCOUNT"] == "500"
+    assert environment({"GOMP_SPINCOUNT": "5"})["GOMP_SPINCOUNT"] == "5"
+    assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "active"})
     pages, copies = "glibc.malloc.hugetlb=1", "glibc.cpu.x86_rep_movsb_threshold=0x10000000"
-    assert _environment({})["GLIBC_TUNABLES"] == f"{pages}:{copies}"
-    both = _environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"})["GLIBC_TUNABLES"]
+    assert environment({})["GLIBC_TUNABLES"] == f"{pages}:{copies}"
+    both = environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"})["GLIBC_TUNABLES"]
     assert both == f"glibc.malloc.perturb=0:{pages}:{copies}"
-    own = _environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"]
+    own = environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"]
     assert own == f"glibc.malloc.hugetlb=0:{copies}"
-    assert _environment({"STRATA_NO_LARGEPAGES": "1"})["GLIBC_TUNABLES"] == copies
+    assert environment({"STRATA_NO_LARGEPAGES": "1"})["GLIBC_TUNABLES"] == copies

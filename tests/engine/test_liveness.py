@@ -6,22 +6,25 @@ import asyncio
 
 import pytest
 
-from strata.engine.liveness import TICK_S, Watch
+from strata.engine.liveness import START_LIMIT_S, TICK_S, Watch
 from strata.engine.process import EngineProcess
 from strata.engine.protocol import (
     Done,
+    EngineSettings,
     Event,
     LoadFailed,
     Paused,
     Pong,
     Prepare,
     Prepared,
+    Remembered,
     Run,
     RunFailed,
     Sampling,
     Trim,
 )
 from strata.engine.wire import encode_frame
+from strata.errors import EngineGone, ModelError, StrataError
 
 LIMIT_S = 10.0
 TICKS = int(LIMIT_S / TICK_S)
@@ -50,9 +53,18 @@ def ticks(watch: Watch, n: int) -> None:
         watch.tick()
 
 
+def heard(process: Process, limit_s: float) -> Watch:
+    """A watch that has just heard the process's first word."""
+    watch = Watch(process, limit_s)
+    process.signs += 1
+    process.reports += 1
+    watch.tick()
+    return watch
+
+
 def test_a_process_that_sends_nothing_is_killed_at_the_limit() -> None:
     process = Process(answers=False, to_step=False)  # it loads, or prepares a prompt
-    watch = Watch(process, LIMIT_S)
+    watch = heard(process, LIMIT_S)
     ticks(watch, TICKS - 1)
     assert process.killed == [] and watch.silent_s == LIMIT_S - TICK_S
     ticks(watch, 1)
@@ -61,8 +73,31 @@ def test_a_process_that_sends_nothing_is_killed_at_the_limit() -> None:
 
 def test_an_engine_thread_that_hangs_is_seen_behind_the_thread_that_answers() -> None:
     process = Process(answers=True)
-    ticks(Watch(process, LIMIT_S), TICKS)
+    ticks(heard(process, LIMIT_S), TICKS)
     assert len(process.killed) == 1
+
+
+@pytest.mark.parametrize("limit_s", [1.0, LIMIT_S, 2 * START_LIMIT_S])
+def test_a_process_has_time_to_import_before_it_first_speaks(limit_s: float) -> None:
+    process = Process(answers=False, to_step=False)
+    watch = Watch(process, limit_s)
+    allowed_s = max(limit_s, START_LIMIT_S)
+    until_killed = round(allowed_s / min(TICK_S, limit_s / 4))
+    ticks(watch, until_killed - 1)
+    assert process.killed == []
+    ticks(watch, 1)
+    assert process.killed == [f"it did not start within {allowed_s:.0f} s"]
+
+
+def test_once_it_has_spoken_the_limit_is_the_one_that_was_set() -> None:
+    process = Process(answers=False, to_step=False)
+    watch = Watch(process, LIMIT_S)
+    ticks(watch, 5 * TICKS)
+    process.signs += 1  # the first Pong: it has imported
+    ticks(watch, TICKS)
+    assert process.killed == []
+    ticks(watch, 1)
+    assert process.killed == ["it did not answer for 10 s"]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +109,14 @@ def test_an_engine_thread_that_hangs_is_seen_behind_the_thread_that_answers() ->
 )
 def test_who_owes_nothing_is_left_alone(answers: bool, waited_for: bool, to_step: bool) -> None:
     process = Process(answers=answers, waited_for=waited_for, to_step=to_step)
-    watch = Watch(process, LIMIT_S)
+    watch = heard(process, LIMIT_S)
     ticks(watch, 10 * TICKS)
     assert process.killed == [] and watch.silent_s == 0
 
 
 def test_every_report_and_every_idle_moment_begins_the_count_anew() -> None:
     process = Process(answers=True)
-    watch = Watch(process, LIMIT_S)
+    watch = heard(process, LIMIT_S)
     for _ in range(3):
         ticks(watch, TICKS - 1)
         process.reports += 1
@@ -101,7 +136,7 @@ def test_without_a_limit_silence_is_only_told() -> None:
 
 def test_a_short_limit_takes_several_ticks_too() -> None:
     process = Process(answers=False)
-    watch = Watch(process, TICK_S)
+    watch = heard(process, TICK_S)
     ticks(watch, 3)
     assert process.killed == []
     ticks(watch, 1)
@@ -111,6 +146,15 @@ def test_a_short_limit_takes_several_ticks_too() -> None:
 class Pipe:
     """Stands for the transports of a process that was started."""
 
+    def get_pid(self) -> int:
+        return 7
+
+    def get_returncode(self) -> int:
+        return -9
+
+    def kill(self) -> None:
+        pass
+
     def get_pipe_transport(self, _: int) -> Pipe:
         return self
 
@@ -119,6 +163,25 @@ class Pipe:
 
     def write(self, _: bytes) -> None:
         pass
+
+
+@pytest.mark.parametrize(
+    ("killed", "kind", "message"),
+    [(True, EngineGone, "it did not start within 120 s"), (False, ModelError, "signal 9.*the file is damaged")],
+)
+def test_the_file_is_blamed_only_for_an_end_of_its_own(killed: bool, kind: type[StrataError], message: str) -> None:
+    async def scenario() -> None:
+        process = EngineProcess(None, 5)
+        process.connection_made(Pipe())  # type: ignore[arg-type]
+        loading = asyncio.ensure_future(process.load(EngineSettings(model_path="a.gguf", slots=1), Remembered(), None))
+        await asyncio.sleep(0)
+        if killed:
+            ticks(process.watch, int(START_LIMIT_S / TICK_S))
+        process.connection_lost(None)
+        with pytest.raises(kind, match=message):
+            await loading
+
+    asyncio.run(scenario())
 
 
 def test_what_a_process_owes() -> None:

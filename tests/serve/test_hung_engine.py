@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from tests.serve.test_restart import FIRST, ask, cached, next_turn
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": FIRST, "max_tokens": 1500, "ignore_eos": True}
+BRIEF = [{"role": "user", "content": "Hello."}]
 IMPATIENT = "tests.serve.impatient"
 
 
@@ -128,6 +130,18 @@ def test_an_idle_engine_that_hangs_is_noticed_by_the_next_request(tmp_path):
                 ask(server, FIRST)
             server.wait_for_engine_after(engine)
         ask(server, FIRST)
+
+
+def test_an_engine_that_imports_for_longer_than_the_timeout_is_waited_for(tmp_path):
+    """As from a slow disk; at the start of the server, and when the engine is replaced."""
+    slow = "import sys, time\nif 'strata.engine.worker' in sys.orig_argv: time.sleep(4)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with RunningServer(tmp_path / "log", "--engine-timeout-s=2", extra={"PYTHONPATH": path}) as server:
+        ask(server, BRIEF)
+        server.wait_for_engine_after(server.kill_engine())
+        ask(server, BRIEF)
+        assert "--engine-timeout-s" not in server.log()
 
 
 @pytest.mark.slow

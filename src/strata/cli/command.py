@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 
 import strata
+from strata.cli.output import never_fail
 from strata.config import SETTINGS, Setting, env_name
 from strata.errors import StrataError
 from strata.sources import load
@@ -98,6 +99,7 @@ def serve(**given: tuple[str, ...]) -> None:
 
 
 def run() -> NoReturn:
+    never_fail()
     try:
         cli.main(prog_name="strata")
     except StrataError as error:

@@ -16,6 +16,7 @@ from types import FrameType
 from strata.errors import StrataError
 
 _SWITCH_INTERVAL_S = 0.0002
+_HANGUP: int | None = getattr(signal, "SIGHUP", None)  # the terminal was closed; unknown to Windows
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -42,15 +43,28 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`; the second ends the process, whatever it is doing."""
+    """The first SIGINT, SIGTERM or SIGHUP sets `stop`; a second SIGINT or SIGTERM ends the process, whatever it does.
+
+    A SIGHUP is nobody's impatience: kernel and shell both send one when a terminal is closed, and a service manager may
+    add a SIGTERM. So it never counts as the first of two. One that is ignored (`nohup`) stays so.
+    """
     loop = asyncio.get_running_loop()
+    told = False
+
+    def begin(number: int) -> None:
+        nonlocal told
+        told = told or number != _HANGUP
+        stop.set()
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        if stop.is_set():
+        if told and number != _HANGUP:
             os._exit(128 + number)
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(begin, number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if _HANGUP is not None and signal.getsignal(_HANGUP) is not signal.SIG_IGN:
+        numbers.append(_HANGUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:

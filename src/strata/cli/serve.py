@@ -59,8 +59,10 @@ async def _run(config: Config, listener: socket.socket) -> int:
             if stop.is_set():
                 print(f"stopping; answers in progress get {GRACE_S} s (a second signal ends at once)", file=sys.stderr)
             stopping.cancel()
-            await http.end(serving)
-            await server.stop()
+            try:
+                await http.end(serving)
+            finally:  # what memory alone has is put away, whatever became of HTTP
+                await server.stop()
 
 
 async def _load(server: Server, doorway: Doorway, stopping: asyncio.Task[bool]) -> bool:

@@ -3,8 +3,9 @@
 Two silences are counted while something waits for the process. Its reader thread answers every Ping, whatever the other
 threads do, so a process that sends nothing at all is stopped or locked up. Its engine thread reports after each step
 and each block: when that stops, llama.cpp hangs. Not covered: loading and tokenising may take minutes without a word,
-and are only watched for the first kind. Time is counted in ticks, not read from a clock, so neither a machine that was
-suspended nor a front that was held up itself sees a silence that was none.
+and are only watched for the first kind; a process that still imports cannot answer yet and has a limit of its own. Time
+is counted in ticks, not read from a clock, so neither a machine that was suspended nor a front that was held up itself
+sees a silence that was none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import logging
 from typing import Protocol
 
 TICK_S = 1.0
+START_LIMIT_S = 120.0
+"""What a process may take at least until its first sign of life: it imports, perhaps from a slow disk."""
 _LEAST_TICKS = 4  # in a limit, however short it is
 
 log = logging.getLogger("strata.engine")
@@ -60,7 +63,10 @@ class Silence:
 
 
 class Watch:
-    """Counts the silence of one process, and kills it once it is silent for `limit_s` (0 = never)."""
+    """Counts the silence of one process, and kills it once it is silent for `limit_s` (0 = never).
+
+    Before its first sign of life it may be silent for START_LIMIT_S at least.
+    """
 
     def __init__(self, process: Watched, limit_s: float) -> None:
         self._process = process
@@ -82,8 +88,10 @@ class Watch:
         process, (of_process, of_engine) = self._process, self._silences
         of_process.tick(self._tick_s, process.signs, waits=process.is_waited_for)
         of_engine.tick(self._tick_s, process.reports, waits=process.is_to_step)
-        if self._limit_s and self.silent_s >= self._limit_s:
-            why = f"it did not answer for {self.silent_s:.0f} s"
+        limit_s = self._limit_s if process.signs else max(self._limit_s, START_LIMIT_S)
+        if self._limit_s and self.silent_s >= limit_s:
+            failed = "answer for" if process.signs else "start within"
+            why = f"it did not {failed} {self.silent_s:.0f} s"
             log.error("the engine process %d is ended: %s (--engine-timeout-s)", process.pid, why)
             process.kill(why)
         elif process.is_waited_for:

@@ -10,12 +10,13 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from subprocess import PIPE
 from typing import Any, TypeVar, cast
 
 import msgspec
 
+from strata.engine.environment import environment
 from strata.engine.liveness import Watch
 from strata.engine.protocol import (
     AttachChunk,
@@ -50,14 +51,9 @@ from strata.engine.protocol import (
 )
 from strata.engine.wire import FrameCutter, decode_event, encode_frame
 from strata.errors import BadRequest, ConfigError, EngineGone, EngineRefused, ModelError, RunError, StrataError
-from strata.store.arena import NO_LARGE_PAGES
 from strata.types import Span
 
 _MODEL_FLAG = "--model"
-_OPENMP_SPINS = "500"
-_TUNABLES = "GLIBC_TUNABLES"
-_LARGE_PAGES = "glibc.malloc.hugetlb=1"
-_VECTOR_COPIES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000"
 
 Answer = Prepared | Detokenized | Done
 RunEvent = Progress | Delta | Held | Paused | Finished
@@ -123,7 +119,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
                 stdout=PIPE,
                 stderr=None,
                 pass_fds=(theirs.fileno(),) if theirs is not None else (),
-                env=_environment(os.environ),
+                env=environment(os.environ),
             )
         finally:
             if theirs is not None:
@@ -138,15 +134,21 @@ class EngineProcess(asyncio.SubprocessProtocol):
         remembered: Remembered,
         on_loading: Callable[[Loading], None] | None,
     ) -> EngineInfo:
-        """Load the model. Raises ModelError or ConfigError when it cannot be served."""
+        """Load the model. Raises ModelError or ConfigError when it cannot be served, EngineGone when it was killed."""
         self._on_loading = on_loading
         self._send(Load(settings=settings, remembered=remembered))
         waited: list[asyncio.Future[Any]] = [self._loaded, self._ended]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not self._loaded.done():
+            how = await self.ended()
+            if self._killed_because is not None:
+                raise EngineGone(
+                    f"the engine process was ended before it had loaded {settings.model_path}: {how}. Look for what "
+                    "slows this machine or its disk down, or allow more time with --engine-timeout-s."
+                )
             raise ModelError(
-                f"the engine process ended ({await self.ended()}) while it loaded {settings.model_path}: the file is "
-                "damaged, of an unknown kind, or too large for this machine's memory.",
+                f"the engine process ended ({how}) while it loaded {settings.model_path}: the file is damaged, "
+                "of an unknown kind, or too large for this machine's memory.",
                 field=_MODEL_FLAG,
             )
         event = self._loaded.result()
@@ -310,29 +312,6 @@ class EngineProcess(asyncio.SubprocessProtocol):
             future = self._jobs.pop(event.job, None)
             if future is not None and not future.done():
                 future.set_result(event)
-
-
-def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The engine's environment: as inherited, with defaults that llama.cpp lacks.
-
-    OpenMP threads that wait at a barrier spin for milliseconds by default; as soon as another process wants one of the
-    cores, a step takes 100 times as long (3,000 ms a token). A short spin avoids that: the writer's and the readers'
-    threads want those cores too. Measured through HTTP on two cores, for 500, 2,000, 5,000 and 20,000 spins: 9.7, 8.6,
-    8.5, 8.6 ms a token (medians of 3, those of 500 from 8.7 to 10.2), and beside one busy process 25, 38, 52, 45.
-
-    glibc is told to ask for large pages, which the K/V cache then lies in (measured: captures a fifth faster without
-    flash attention, whose V is read in pieces all over it), and to copy by vector moves: a blob's rows lie 12 bytes
-    beside any alignment, where `rep movsb` is slow (measured in pieces of 98 KB: captures a tenth faster). What the
-    user's own GLIBC_TUNABLES say goes first. Other C libraries and processors ignore it.
-    """
-    defaults = {"GGML_NO_BACKTRACE": "1"}  # an abort must end the process at once, not start a debugger first
-    if "OMP_WAIT_POLICY" not in inherited:
-        defaults["GOMP_SPINCOUNT"] = _OPENMP_SPINS
-    tunables = [text for text in inherited.get(_TUNABLES, "").split(":") if text]
-    given = {text.partition("=")[0] for text in tunables}
-    wanted = [_VECTOR_COPIES] if inherited.get(NO_LARGE_PAGES) == "1" else [_LARGE_PAGES, _VECTOR_COPIES]
-    tunables += [text for text in wanted if text.partition("=")[0] not in given]
-    return defaults | dict(inherited) | {_TUNABLES: ":".join(tunables)}
 
 
 async def _to_the_end(future: asyncio.Future[Answer | JobFailed]) -> Answer | JobFailed:

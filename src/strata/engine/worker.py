@@ -8,6 +8,7 @@ and then runs `loop.Loop`. The process ends with the front: when the pipe ends, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import queue
@@ -51,6 +52,8 @@ _SWITCH_INTERVAL_S = 0.0002  # a decode step must not wait 5 ms for the text thr
 _PROGRESS_STEP = 0.01
 _PR_SET_PDEATHSIG = 1
 _NO_SOCKET = -1
+# A terminal's Ctrl-C or end and a service's stop reach every process; the front decides when we end.
+_LEFT_TO_THE_FRONT = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 TextJob = Prepare | Detokenize
 
@@ -60,8 +63,8 @@ def main() -> None:
     arguments.add_argument("--chunk-socket", type=int, default=_NO_SOCKET)
     descriptor = arguments.parse_args().chunk_socket
     _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C and a service's stop reach every process
-        signal.signal(number, signal.SIG_IGN)  # the front decides when we end
+    for number in _LEFT_TO_THE_FRONT:
+        signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     commands, events = _take_pipe()
     chunks = Chunks(socket.socket(fileno=descriptor) if descriptor >= 0 else None)
@@ -127,7 +130,8 @@ class Worker:
             try:
                 self._chunks.attach(command)
             except OSError as error:
-                print(f"strata engine: cannot attach arena chunk {command.chunk}: {error}", file=sys.stderr)
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    print(f"strata engine: cannot attach arena chunk {command.chunk}: {error}", file=sys.stderr)
         elif isinstance(command, TextJob):
             self._text_jobs.put(command)
         elif isinstance(command, Ping):

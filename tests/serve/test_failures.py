@@ -163,6 +163,7 @@ def test_a_full_disk_costs_nothing_but_the_park(tmp_path):
             assert level["writer"]["state"].startswith("failing") and server.counters["refused"] == 1
             assert not list(cold.rglob("*.tmp")) and not list(cold.glob("*.meta"))
             subprocess.run(["mount", "-o", "remount,size=200m", str(cold)], check=True)
+            wait_for(lambda: server.level["writer"]["state"] == "ok", "the space to be seen")
             ask(server, next_turn(ask(server, FIRST)))
             level = server.settled()
             assert level["writer"]["state"] == "ok" and level["conversations"] >= 1

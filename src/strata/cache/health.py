@@ -22,7 +22,7 @@ class Health:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self.has_failed = False
-        self._short_bytes = 0  # that the volume lacked for the last write that was not tried
+        self._wanted_bytes = 0  # of the last write that was not tried for want of space
 
     def __repr__(self) -> str:
         return f"Health({self.state}, {self._writer.free_bytes} bytes free)"
@@ -40,7 +40,7 @@ class Health:
     def note(self) -> None:
         """A write ended: remember whether the disk fails, so that others go elsewhere for a moment."""
         self.has_failed = self._writer.state != OK
-        self._short_bytes = 0
+        self._wanted_bytes = 0
 
     def probe(self) -> None:
         """See whether the disk works again, and how much space there is by now."""
@@ -53,9 +53,13 @@ class Health:
         return max(0, n_bytes + MARGIN_BYTES - self._writer.free_bytes)
 
     def no_space_for(self, n_bytes: int) -> str:
-        """Why `n_bytes` need not be tried; empty when they may fit. `state` says it until the next write."""
-        self._short_bytes = self.lacking_bytes(n_bytes)
+        """Why `n_bytes` need not be tried; empty when they may fit. `state` says it as long as there is no space."""
+        self._wanted_bytes = n_bytes
         return self._no_space() if self._short_bytes else ""
+
+    @property
+    def _short_bytes(self) -> int:
+        return self.lacking_bytes(self._wanted_bytes) if self._wanted_bytes else 0
 
     def _no_space(self) -> str:
         return f"No space left on its volume: {self._short_bytes / MIB:.1f} MiB are lacking"

@@ -85,7 +85,7 @@ OTHER = {"split": "unified", "unified": "split"}
 both_ways = pytest.mark.parametrize("pool", OTHER)
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *KINDS])
+@pytest.mark.parametrize("name", [pytest.param("smollm2", marks=pytest.mark.slow), *PLAIN[1:], *KINDS])
 @pytest.mark.parametrize("variant", ["flash attention", "none", "q8_0", "three stages", "a pruned window"])
 @both_ways
 def test_what_one_kind_parked_the_other_restores(

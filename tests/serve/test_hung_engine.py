@@ -85,6 +85,7 @@ def test_a_save_under_way_ends_with_the_server(tmp_path):
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_what_a_slot_owes_is_given_up_when_the_engine_hangs_at_the_end(tmp_path):
     sessions = f"--slot-save-path={tmp_path / 'saved'}"
     with RunningServer(tmp_path / "log", sessions) as server:
@@ -121,6 +122,7 @@ def test_a_hung_engine_is_replaced_and_what_ram_holds_comes_back(tmp_path):
         assert server.log().count("--engine-timeout-s") == 1
 
 
+@pytest.mark.slow
 def test_an_idle_engine_that_hangs_is_noticed_by_the_next_request(tmp_path):
     with RunningServer(tmp_path / "log", "--engine-timeout-s=2") as server:
         ask(server, FIRST)

@@ -10,8 +10,6 @@ import asyncio
 from strata.store.writer import OK, Writer
 from strata.types import KIB, MIB
 
-RETRY_S = 5.0
-"""After a failed spill the state waits for so long."""
 MARGIN_BYTES = 256 * KIB
 """Space that a volume must have beside the files of a write: for manifests and folders."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from strata.cache.admission import Admission
@@ -281,12 +281,13 @@ class Parking:
         """Through a few transient blocks, but for what RAM holds already."""
         writing = self._writing
         assert writing is not None, "placed on disk without a put"
-        outcome = await self._put(writing)
-        while not outcome.durable and (other := self._another(writing)) is not None:
+        outcome, failed = await self._put(writing), {writing.disk}
+        while not outcome.durable and (other := self._another(writing, failed)) is not None:
             log.warning("%s: %s; %s takes it", writing.disk.name, outcome.reason, other.name)
             self._disk = other
             writing = self._begin_put()
             outcome = await self._put(writing)
+            failed.add(writing.disk)
         self._account(outcome, writing.disk)
         return outcome.durable.issuperset(self._whole) and not outcome.reason
 
@@ -301,14 +302,13 @@ class Parking:
             outcome = await writing.disk.finish_put(writing.put, reached, self._capturing.stop_reason)
         return outcome
 
-    def _another(self, failed: PutWriter) -> DiskLevel | None:
-        """A level further down for what `failed` could not write, as long as all of it lies in the slot still."""
+    def _another(self, writing: PutWriter, failed: Collection[DiskLevel]) -> DiskLevel | None:
+        """A level that takes what the `failed` ones did not, as long as all of it lies in the slot still."""
         if self.wanted or self._checkpoints is not None or self._capturing.stop_reason:
             return None
-        other = self._desk.levels.choose(failed.put.manifest.objects, but=failed.disk)
-        if other is None or other is failed.disk or not other.health.usable:
-            return None
-        self._captured.clear()
+        other = self._desk.levels.taker(writing.put.manifest.objects, but=failed)
+        if other is not None:
+            self._captured.clear()
         return other
 
     async def _write_missing(self, writing: PutWriter) -> int:

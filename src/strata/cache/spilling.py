@@ -17,7 +17,6 @@ from strata.cache.checkpoints import CheckpointTaker
 from strata.cache.counters import CacheCounters
 from strata.cache.disk import DiskLevel
 from strata.cache.entries import Conversation
-from strata.cache.health import RETRY_S
 from strata.cache.put import PutOutcome
 from strata.cache.ram import RamLevel
 from strata.cache.story import Story
@@ -29,6 +28,8 @@ from strata.rules import prefix
 from strata.store.format import Manifest
 from strata.types import Segment
 
+RETRY_S = 5.0
+"""After a failed spill the state waits for so long."""
 DAMAGED = "the copy in RAM was damaged"
 
 log = logging.getLogger("strata.cache")

@@ -6,7 +6,7 @@ state that is larger than all of it, writes go past it to the level below. It wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from strata.cache.disk import DiskLevel
 from strata.types import Key
@@ -22,18 +22,21 @@ class WriteLevels:
     def __repr__(self) -> str:
         return f"WriteLevels({' -> '.join(disk.name for disk in self._disks)})"
 
-    def choose(self, sizes: Mapping[Key, int], *, but: DiskLevel | None = None) -> DiskLevel | None:
-        """The level for a state with files of these sizes; one without space is told to hand down for the next.
+    def choose(self, sizes: Mapping[Key, int]) -> DiskLevel | None:
+        """The level for a state with files of these sizes; when none takes them, that whose refusal is told."""
+        return self.taker(sizes) or next((disk for disk in self._disks if disk.health.usable), self.first)
 
-        One whose whole budget is smaller is passed too. When none can take them, the one whose refusal is to be told.
-        `but`: the one that failed to take them just now.
+    def taker(self, sizes: Mapping[Key, int], *, but: Collection[DiskLevel] = ()) -> DiskLevel | None:
+        """The fastest level that takes them, of all `but` those that failed to; None when none does.
+
+        One whose whole budget is smaller is passed too. One without space is told to hand down for the next.
         """
         for disk in self._disks:
             n_bytes = sum(n for key, n in sizes.items() if not disk.index.holds(key))
-            if disk is but or sum(sizes.values()) > disk.limits.budget_bytes:
+            if disk in but or sum(sizes.values()) > disk.limits.budget_bytes:
                 continue
             if disk.takes(n_bytes):
                 return disk
             if disk.health.usable:
                 disk.hand_down(n_bytes)
-        return next((disk for disk in self._disks if disk.health.usable), self.first)
+        return None

@@ -48,7 +48,7 @@ class Reason(StrEnum):
 class ParkFacts:
     """What the decision about one park depends on. Sizes in bytes; floors are what must stay free afterwards.
 
-    `target`: after "auto" is resolved. `disk_usable`: the write level is open and its writer alive. `mirror_parks`:
+    `target`: after "auto" is resolved. `disk_usable`: a disk level should take it. `mirror_parks`:
     every RAM park is also written (--conversation-cache-spill-on park). `fits_budget`: of the RAM level, after what its
     own budget evicts. `ram_need_bytes`: the segments RAM lacks. `transient_need_bytes`: the blocks a disk-bound park
     holds at once. `available_bytes`: None = unknown. `evictable_bytes`: what the RAM level could give back at once.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from strata.store.writer import OK, Writer
+from strata.store.writer import OK, Failed, Writer
 from strata.types import KIB, MIB
 
 MARGIN_BYTES = 256 * KIB
@@ -44,7 +44,12 @@ class Health:
         """See whether the disk works again, and how much space there is by now."""
         probed = asyncio.wrap_future(self._writer.probe())
         if self.has_failed:
-            probed.add_done_callback(lambda _: self.note())
+            probed.add_done_callback(self._note_probe)
+
+    def _note_probe(self, probed: asyncio.Future[Failed | None]) -> None:
+        """It can only end what a write began: one that failed says nothing new."""
+        if probed.result() is None:
+            self.has_failed = False
 
     def lacking_bytes(self, n_bytes: int) -> int:
         """By how much the volume is too small for `n_bytes` more; 0 when it is not."""

@@ -66,8 +66,12 @@ async def decode(_folder: Path, rounds: int) -> dict[str, float]:
 
 
 async def prefill(_folder: Path, rounds: int) -> dict[str, float]:
+    """In the default pool, where a row looks at idle conversations too, and in a split one, which theirs is."""
     with both(SLOTS, CONTEXT) as servers:
-        return {"prefill_ratio": await in_turns("prompt tokens/s", servers, read, rounds)}
+        unified = await in_turns("prompt tokens/s", servers, read, rounds)
+    with both(SLOTS, CONTEXT, strata=("--pool", "split")) as servers:
+        split = await in_turns("prompt tokens/s, split pool", servers, read, rounds)
+    return {"prefill_ratio": unified, "prefill_ratio_split": split}
 
 
 async def ttft(_folder: Path, rounds: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from tests.crash.kills import FULL_KILLS, kills, one_volume, run, two_filesystem
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("volumes", [1, 2])
+@pytest.mark.parametrize("volumes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_acknowledged_is_lost_to_a_kill_under_load(tmp_path, volumes) -> None:
     if volumes == 1:
         loop = run(tmp_path, one_volume(tmp_path), kills=6, engine_kills=1)

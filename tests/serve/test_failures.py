@@ -118,7 +118,7 @@ def stored(tmp_path_factory):
     return folder / "cold", first, cached(answer), said(answer)
 
 
-@pytest.mark.parametrize("what", ["segment", "manifest"])
+@pytest.mark.parametrize("what", ["segment", pytest.param("manifest", marks=pytest.mark.slow)])
 def test_damaged_files_cost_a_reading_and_nothing_else(tmp_path, stored, what):
     source, first, kept, expected = stored
     for kind, damage in DAMAGE.items():

@@ -50,6 +50,7 @@ def verify(cold):
     return found
 
 
+@pytest.mark.slow
 def test_the_server_killed_while_it_parks(tmp_path):
     rng, cold = random.Random(SEED), tmp_path / "cold"
     promised: dict[str, int] = {}

@@ -61,7 +61,7 @@ def model_flag(name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("pool", OTHER)
-@pytest.mark.parametrize("model", ["demo", "gemma3", "lfm2", "mamba"])
+@pytest.mark.parametrize("model", [pytest.param("demo", marks=pytest.mark.slow), "gemma3", "lfm2", "mamba"])
 def test_four_clients_and_a_restart_under_the_other_kind(tmp_path: Path, model: str, pool: str) -> None:
     flags, cold = (*FLAGS, model_flag(model, tmp_path), *RAM), tmp_path / "cold"
     with RunningServer(tmp_path / "log", *flags, f"--pool={pool}", cold=cold) as server:

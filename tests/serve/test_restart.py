@@ -80,6 +80,7 @@ def test_edits_branches_siblings_and_namespaces_after_a_restart(tmp_path):
         assert {c["conversation"] for c in kept} <= {c["conversation"] for c in server.level["newest"]}
 
 
+@pytest.mark.slow
 def test_cache_prompt_false_leaves_nothing_and_reuses_nothing(tmp_path):
     with RunningServer(tmp_path / "log", cold=tmp_path / "cold") as server:
         ask(server, FIRST)

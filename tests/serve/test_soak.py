@@ -8,6 +8,7 @@ import pytest
 from tests.soak.lives import RETURNING, Soak
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_random_clients_leave_nothing_behind(tmp_path: Path) -> None:
     soak = Soak(tmp_path, seconds=45, seed=1)

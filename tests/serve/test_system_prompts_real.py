@@ -78,6 +78,7 @@ def counts(server: RunningServer, *names: str) -> tuple[int, ...]:
     return tuple(status[name] for name in names)
 
 
+@pytest.mark.slow
 def test_a_long_one_after_a_restart_and_nothing_else_is_kept(tmp_path: Path, model: Model) -> None:
     system, question = system_of(model, LARGE), "Which drawer holds most keys?"
     with server_at(tmp_path) as server:

@@ -175,6 +175,7 @@ def test_nothing_is_written_in_vain_while_no_volume_has_space(tmp_path: Path) ->
     play(scenario, tmp_path, slots=1, fs=disk, warm_bytes=PLENTY)
 
 
+@pytest.mark.slow
 def test_a_level_over_its_budget_above_a_full_volume_waits_and_writes_nothing(tmp_path: Path) -> None:
     disk = SmallVolumes(cold=MARGIN_BYTES)
 

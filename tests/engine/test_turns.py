@@ -77,8 +77,8 @@ def test_a_short_prompt_overtakes_a_long_one_and_is_counted_once() -> None:
 
 def test_a_chunk_beside_writing_is_bounded_in_time() -> None:
     active = [writing(2), reading(1, 6000)]
-    assert sizes(turns(token_s=0.002).plan(active, nothing)) == [(2, 1), (1, 96)]  # 0.25 s, in steps of 32
-    assert sizes(turns(token_s=1.0).plan(active, nothing)) == [(2, 1), (1, 32)]
+    assert sizes(turns(token_s=0.002).plan(active, nothing)) == [(2, 1), (1, 112)]  # 0.25 s, in steps of 16
+    assert sizes(turns(token_s=1.0).plan(active, nothing)) == [(2, 1), (1, 16)]
     assert sizes(turns(token_s=0.002).plan(active[1:], nothing)) == [(1, 224)]
     assert sizes(turns(token_s=0.0005).plan(active[1:], nothing)) == [(1, 512)]
     assert sizes(turns(token_s=9.0).plan(active[1:], nothing)) == [(1, 64)]
@@ -106,7 +106,7 @@ def test_the_pace_is_measured() -> None:
         plan = one.plan(active, nothing)
         one.done(plan, 0.004 * plan.read_tokens, 1)
     assert one.token_s == pytest.approx(0.004, rel=0.01)
-    assert sizes(one.plan(active, nothing)) == [(2, 1), (1, 32)]
+    assert sizes(one.plan(active, nothing)) == [(2, 1), (1, 48)]
 
 
 def test_with_the_agenda_off_reading_and_writing_take_turns() -> None:

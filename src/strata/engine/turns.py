@@ -24,11 +24,11 @@ from strata.rules.agenda import (
 )
 
 _BESIDE_WRITING_S = 0.25  # a chunk may delay the next token of those that write for about so long (agenda on) ...
-_LEAST_BESIDE = 32  # ... but a pass over the weights shall not be for fewer tokens
+_LEAST_BESIDE = 16  # ... but a pass over the weights shall not be for fewer tokens, and chunks are multiples of it
 _READING_S = 0.5  # so long others wait to begin, move a block, or leave; a CPU reads no faster in longer chunks ...
 _LEAST = 64  # ... but slower in shorter ones
 _BY_TIME_S = 4.0  # agenda off: full batches, and writing gets as much time behind them. A step that can be stopped
-_STEP = 32  # chunks are multiples of this: matrix kernels like it
+_STEP = 32  # chunks with nobody beside are multiples of this: matrix kernels like it
 _COUNTS = 16  # a read of fewer tokens says little about the pace
 
 Part = tuple[Request, int]
@@ -99,8 +99,8 @@ class Turns:
         limit_s = _BESIDE_WRITING_S if beside else _READING_S
         if writing and self._knobs.by_time and self._stoppable:
             limit_s = _BY_TIME_S
-        tokens = int(limit_s / max(self.token_s, 1e-9)) // _STEP * _STEP
-        return min(self._full, max(tokens, _LEAST_BESIDE if beside else _LEAST))
+        step, least = (_LEAST_BESIDE, _LEAST_BESIDE) if beside else (_STEP, _LEAST)
+        return min(self._full, max(int(limit_s / max(self.token_s, 1e-9)) // step * step, least))
 
     def _reads(self, reading: Sequence[Request], held: Callable[[int], int], read: int) -> tuple[Part, ...]:
         """Share `read` tokens out; each request only up to where it must stop next."""
